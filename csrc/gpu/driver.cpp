@@ -1,0 +1,53 @@
+#include "gpu/driver.h"
+
+#include <cuda.h>
+
+#include <stdexcept>
+
+#include "gpu/platform.h"
+
+namespace kvio::gpu {
+namespace {
+
+// Null when the driver lacks the call.
+void* entry_point(const char* symbol, unsigned int version) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(symbol, &function, version, cudaEnableDefault, &found);
+  if (error != cudaSuccess) cudaGetLastError();
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
+}
+
+}  // namespace
+
+HostRange query_host_range(const void* address) {
+  using GetAttributes = CUresult (*)(unsigned int, CUpointer_attribute*, void**, CUdeviceptr);
+  static const auto get_attributes =
+      reinterpret_cast<GetAttributes>(entry_point("cuPointerGetAttributes", 7000));
+  HostRange range;
+  if (get_attributes == nullptr) return range;
+
+  CUmemorytype type = static_cast<CUmemorytype>(0);
+  CUdeviceptr alias = 0;
+  CUdeviceptr begin = 0;
+  size_t size = 0;
+  CUpointer_attribute wanted[] = {CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+                                  CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
+  void* out[] = {&type, &alias, &begin, &size};
+  const uintptr_t at = reinterpret_cast<uintptr_t>(address);
+  if (get_attributes(4, wanted, out, static_cast<CUdeviceptr>(at)) != CUDA_SUCCESS) return range;
+  if (type != CU_MEMORYTYPE_HOST || alias == 0 || size == 0) return range;
+  range.page_locked = true;
+  // The driver reports the range in device addresses; the host address of its start follows from this address.
+  const uintptr_t before = static_cast<uintptr_t>(alias - begin);
+  range.begin = at - before;
+  range.end = range.begin + size;
+  range.alias = static_cast<uintptr_t>(begin);
+  return range;
+}
+
+std::vector<EntryPoint> entry_points() {
+  return {{"cuPointerGetAttributes", entry_point("cuPointerGetAttributes", 7000) != nullptr}};
+}
+
+}  // namespace kvio::gpu

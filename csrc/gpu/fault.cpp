@@ -1,0 +1,59 @@
+#include "gpu/fault.h"
+
+#include <cstring>
+#include <mutex>
+
+#include "error.h"
+
+namespace kvio::gpu {
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+struct DeviceRecord {
+  FaultRecord* host = nullptr;
+  FaultRecord* device = nullptr;
+};
+
+std::mutex records_mutex;
+DeviceRecord records[kMaxDevices];
+
+}  // namespace
+
+FaultRecord* fault_record(const char* op, int device) {
+  if (device < 0 || device >= kMaxDevices) fail(op, "device index ", device, " is outside 0 to ", kMaxDevices - 1);
+  const std::lock_guard<std::mutex> lock(records_mutex);
+  DeviceRecord& record = records[device];
+  if (record.device != nullptr) return record.device;
+  const RelaxedCapture relaxed;
+  void* host = nullptr;
+  check(op, "allocating the fault record", cudaHostAlloc(&host, sizeof(FaultRecord), cudaHostAllocMapped | cudaHostAllocPortable));
+  std::memset(host, 0, sizeof(FaultRecord));
+  static_cast<FaultRecord*>(host)->generation = 1;
+  void* alias = nullptr;
+  check(op, "mapping the fault record", cudaHostGetDevicePointer(&alias, host, 0));
+  record.host = static_cast<FaultRecord*>(host);
+  record.device = static_cast<FaultRecord*>(alias);
+  return record.device;
+}
+
+bool take_fault(int device, Fault* out) {
+  if (device < 0 || device >= kMaxDevices) return false;
+  const std::lock_guard<std::mutex> lock(records_mutex);
+  volatile FaultRecord* record = records[device].host;
+  if (record == nullptr || record->recorded != record->generation) return false;
+  __sync_synchronize();
+  *out = {record->op, record->position, record->value, record->limit};
+  record->generation = record->generation + 1;
+  return true;
+}
+
+void raise_pending_fault(const char* op, int device) {
+  Fault fault;
+  if (!take_fault(device, &fault)) return;
+  const char* argument = fault.op == kFaultTransferDst ? "dst_indices" : "src_indices";
+  fail(op, "an earlier kvio::transfer on cuda:", device, " met ", argument, "[", fault.position, "] = ", fault.value,
+       "; it needs 0 to ", fault.limit - 1, ". That row was not moved; the others were");
+}
+
+}  // namespace kvio::gpu

@@ -1,0 +1,135 @@
+#include "gpu/host_memory.h"
+
+#include <cuda.h>
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "error.h"
+#include "gpu/driver.h"
+#include "gpu/platform.h"
+
+namespace kvio::gpu {
+namespace {
+
+struct Registration {
+  uintptr_t end = 0;
+  std::vector<uintptr_t> chunks;  // addresses handed to the driver, ascending
+};
+
+std::mutex registrations_mutex;
+std::map<uintptr_t, Registration>& registrations() {
+  static auto* map = new std::map<uintptr_t, Registration>();  // outlives every other static
+  return *map;
+}
+
+// The registration of ours that holds `address`, if any; the caller holds the mutex.
+const std::pair<const uintptr_t, Registration>* find_registration(uintptr_t address) {
+  auto it = registrations().upper_bound(address);
+  if (it == registrations().begin()) return nullptr;
+  --it;
+  return address < it->second.end ? &*it : nullptr;
+}
+
+void unregister_chunks(const std::vector<uintptr_t>& chunks) {
+  for (auto it = chunks.rbegin(); it != chunks.rend(); ++it) cudaHostUnregister(reinterpret_cast<void*>(*it));
+  cudaGetLastError();
+}
+
+}  // namespace
+
+void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_index) {
+  constexpr const char* op = "host_register";
+  if (chunk_bytes < 0) fail(op, "chunk_bytes is ", chunk_bytes, "; it needs 0 (one piece) or more");
+  if (nbytes == 0) return;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t end = begin + static_cast<uintptr_t>(nbytes);
+
+  const std::lock_guard<std::mutex> lock(registrations_mutex);
+  auto next = registrations().lower_bound(begin);
+  if (next != registrations().end() && next->first == begin && next->second.end == end) return;
+  const auto* before = find_registration(begin);
+  if (before != nullptr || (next != registrations().end() && next->first < end)) {
+    fail(op, "tensor overlaps memory that an earlier host_register call page-locked; it needs exactly that range (then "
+             "nothing happens) or memory apart from it");
+  }
+
+  const DeviceGuard guard(op, device_index);
+  const RelaxedCapture relaxed;
+  Registration made;
+  made.end = end;
+  const uintptr_t step = chunk_bytes > 0 ? static_cast<uintptr_t>(chunk_bytes) : end - begin;
+  int64_t delta = 0;
+  for (uintptr_t at = begin; at < end; at += step) {
+    const uintptr_t size = std::min(step, end - at);
+    void* host = reinterpret_cast<void*>(at);
+    Error error = cudaHostRegister(host, size, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    void* alias = nullptr;
+    if (error == cudaSuccess) {
+      made.chunks.push_back(at);
+      error = cudaHostGetDevicePointer(&alias, host, 0);
+    }
+    const int64_t this_delta = static_cast<int64_t>(reinterpret_cast<uintptr_t>(alias) - at);
+    if (error == cudaSuccess && at != begin && this_delta != delta) {
+      unregister_chunks(made.chunks);
+      fail(op, "the device aliases of the chunks of tensor do not follow each other; it needs chunk_bytes=0 here");
+    }
+    if (error != cudaSuccess) {
+      unregister_chunks(made.chunks);
+      if (error == cudaErrorHostMemoryAlreadyRegistered) {
+        fail(op, "tensor lies in memory that is page-locked already, outside this library; it needs pageable memory");
+      }
+      check(op, ("page-locking " + std::to_string(nbytes) + " bytes of tensor").c_str(), error);
+    }
+    delta = this_delta;
+  }
+  registrations().emplace(begin, std::move(made));
+}
+
+void host_unregister(char* data, int device_index) {
+  constexpr const char* op = "host_unregister";
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  const std::lock_guard<std::mutex> lock(registrations_mutex);
+  const auto it = registrations().find(begin);
+  if (it == registrations().end()) {
+    fail(op, "tensor does not start a range that host_register page-locked; it needs the tensor given to host_register");
+  }
+  const DeviceGuard guard(op, device_index);
+  // Work that still reads or writes the rows must end first: the driver does not wait.
+  const Error waited = cudaDeviceSynchronize();
+  unregister_chunks(it->second.chunks);
+  registrations().erase(it);
+  check(op, "waiting for the device", waited);
+}
+
+char* HostTranslator::device_address(const char* argument, int64_t position, const char* data, int64_t extent) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t end = begin + static_cast<uintptr_t>(extent);
+  const auto alias = [&] { return reinterpret_cast<char*>(begin + static_cast<uintptr_t>(alias_delta_)); };
+  if (begin >= begin_ && end <= end_) return alias();
+
+  const HostRange range = query_host_range(data);
+  if (!range.page_locked) {
+    fail(op_, argument, "[", position, "] is host memory that is not page-locked, which a GPU kernel must not touch; it "
+         "needs sgl_kvio.HostKVPool, torch's pin_memory=True, or torch.ops.kvio.host_register on its storage. Under "
+         "torch.compile with aot_eager a pinned destination arrives as a pageable clone: use inductor or call eagerly");
+  }
+  begin_ = range.begin;
+  end_ = range.end;
+  alias_delta_ = static_cast<int64_t>(range.alias - range.begin);
+  {
+    const std::lock_guard<std::mutex> lock(registrations_mutex);
+    if (const auto* ours = find_registration(begin)) {
+      begin_ = ours->first;
+      end_ = ours->second.end;
+    }
+  }
+  if (begin < begin_ || end > end_) {
+    fail(op_, argument, "[", position, "] spans ", extent, " bytes but only ", end_ - begin,
+         " of them lie in the page-locked registration that holds its first byte; it needs to lie inside one registration");
+  }
+  return alias();
+}
+
+}  // namespace kvio::gpu

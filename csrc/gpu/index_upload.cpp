@@ -1,0 +1,102 @@
+#include "gpu/index_upload.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace kvio::gpu {
+namespace {
+
+// A page-locked block whose bytes a queued copy may still read. Blocks are reused once their event has passed: the
+// driver's own staging of pageable memory would wait for the stream instead.
+struct Block {
+  char* data = nullptr;
+  size_t capacity = 0;
+  int device = 0;
+  Event copied = nullptr;
+};
+
+std::mutex blocks_mutex;
+std::vector<std::unique_ptr<Block>>& idle_blocks() {
+  static auto* blocks = new std::vector<std::unique_ptr<Block>>();
+  return *blocks;
+}
+
+std::unique_ptr<Block> take_block(const char* op, int device, size_t nbytes) {
+  {
+    const std::lock_guard<std::mutex> lock(blocks_mutex);
+    auto& idle = idle_blocks();
+    for (auto it = idle.begin(); it != idle.end(); ++it) {
+      Block& block = **it;
+      if (block.device != device || block.capacity < nbytes || cudaEventQuery(block.copied) != cudaSuccess) continue;
+      std::unique_ptr<Block> taken = std::move(*it);
+      idle.erase(it);
+      return taken;
+    }
+    cudaGetLastError();  // cudaErrorNotReady of a busy block
+  }
+  auto block = std::make_unique<Block>();
+  block->device = device;
+  block->capacity = 4096;
+  while (block->capacity < nbytes) block->capacity *= 2;
+  void* data = nullptr;
+  check(op, "allocating page-locked memory for indices", cudaHostAlloc(&data, block->capacity, cudaHostAllocPortable));
+  block->data = static_cast<char*>(data);
+  check(op, "creating an event", cudaEventCreateWithFlags(&block->copied, cudaEventDisableTiming));
+  return block;
+}
+
+void give_back(std::unique_ptr<Block> block) {
+  const std::lock_guard<std::mutex> lock(blocks_mutex);
+  idle_blocks().push_back(std::move(block));
+}
+
+template <class Index>
+void pack(const IndexList& list, int64_t count, char* out) {
+  const Index* values = static_cast<const Index*>(list.data);
+  Index* packed = reinterpret_cast<Index*>(out);
+  if (list.stride == 1) {
+    std::memcpy(packed, values, static_cast<size_t>(count) * sizeof(Index));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) packed[i] = values[i * list.stride];
+}
+
+torch::stable::Tensor device_bytes(int64_t nbytes, int device) {
+  AtenTensorHandle handle = nullptr;
+  const int64_t stride = 1;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &nbytes, &stride, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return torch::stable::Tensor(handle);
+}
+
+}  // namespace
+
+torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, Stream stream) {
+  const bool wide = request->dst_indices.is_int64;
+  const int64_t list_bytes = request->num_indices * (wide ? 8 : 4);
+  const int64_t src_at = (list_bytes + 15) / 16 * 16;
+  const int64_t total = src_at + list_bytes;
+
+  torch::stable::Tensor device = device_bytes(total, request->gpu_index);
+  std::unique_ptr<Block> block = take_block(op, request->gpu_index, static_cast<size_t>(total));
+  const auto pack_list = [&](const IndexList& list, char* out) {
+    wide ? pack<int64_t>(list, request->num_indices, out) : pack<int32_t>(list, request->num_indices, out);
+  };
+  pack_list(request->dst_indices, block->data);
+  pack_list(request->src_indices, block->data + src_at);
+
+  char* on_device = static_cast<char*>(device.data_ptr());
+  const Error copied =
+      cudaMemcpyAsync(on_device, block->data, static_cast<size_t>(total), cudaMemcpyHostToDevice, stream);
+  const Error recorded = copied == cudaSuccess ? cudaEventRecord(block->copied, stream) : copied;
+  give_back(std::move(block));
+  check(op, "copying indices to the GPU", recorded);
+  request->dst_indices = {on_device, 1, wide};
+  request->src_indices = {on_device + src_at, 1, wide};
+  return device;
+}
+
+}  // namespace kvio::gpu

@@ -1,0 +1,105 @@
+// Copy primitives. Kernel bodies above this header contain no inline assembly.
+#pragma once
+
+#include <cstdint>
+
+namespace kvio::gpu {
+
+template <int kBytes>
+struct PackageOf;
+template <>
+struct PackageOf<16> {
+  using type = uint4;
+};
+template <>
+struct PackageOf<8> {
+  using type = uint2;
+};
+template <>
+struct PackageOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct PackageOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct PackageOf<1> {
+  using type = uint8_t;
+};
+
+// Reads bytes that this kernel reads once: they do not displace others from L1. The address must be a multiple of the
+// package size. @warning orders nothing; the bytes must not be written by the same kernel.
+template <class T>
+__device__ __forceinline__ T load_once(const void* address) {
+  T value;
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(address));
+  } else {
+    value = *static_cast<const volatile T*>(address);
+  }
+  return value;
+}
+
+template <class T>
+__device__ __forceinline__ void store_once(void* address, const T& value) {
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(value.x), "r"(value.y) : "memory");
+  } else {
+    *static_cast<volatile T*>(address) = value;
+  }
+}
+
+// The bytes of a piece beyond its whole packages, `bytes` < kWidth, both addresses multiples of kWidth: each halving of
+// the width is used at most once, so nothing is truncated and nothing beyond the piece is touched.
+template <int kWidth>
+__device__ __forceinline__ void copy_remainder(char* dst, const char* src, uint32_t bytes) {
+  if constexpr (kWidth > 1) {
+    constexpr int kHalf = kWidth / 2;
+    if (bytes >= kHalf) {
+      using Package = typename PackageOf<kHalf>::type;
+      store_once(dst, load_once<Package>(src));
+      dst += kHalf;
+      src += kHalf;
+      bytes -= kHalf;
+    }
+    copy_remainder<kHalf>(dst, src, bytes);
+  }
+}
+
+// Every lane gets the pointer that lane `lane` holds. All 32 lanes must call.
+template <class T>
+__device__ __forceinline__ T* shuffle_pointer(T* pointer, uint32_t lane) {
+  return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), static_cast<int>(lane)));
+}
+
+// Division of numbers below 2^31 by a launch-time constant: one multiply and a shift.
+struct FastDivide {
+  uint32_t divisor = 1;
+  uint32_t multiplier = 0;
+  uint32_t shift = 0;
+
+  FastDivide() = default;
+  explicit FastDivide(uint32_t d) : divisor(d) {
+    if (d <= 1) return;
+    uint32_t log = 0;
+    while (log < 32 && (uint64_t{1} << log) < d) ++log;
+    const uint32_t power = 31 + log;
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << power) + d - 1) / d);
+    shift = power - 32;
+  }
+
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
+    return divisor > 1 ? __umulhi(n, multiplier) >> shift : n;
+  }
+};
+
+}  // namespace kvio::gpu

@@ -1,0 +1,133 @@
+#include "gpu/transfer.h"
+
+#include <optional>
+#include <sstream>
+
+#include "error.h"
+#include "gpu/driver.h"
+#include "gpu/fault.h"
+#include "gpu/host_memory.h"
+#include "gpu/index_upload.h"
+#include "gpu/platform.h"
+#include "gpu/stream.h"
+#include "gpu/transfer_register.h"
+#include "plan/register_plan.h"
+
+namespace kvio::gpu {
+namespace {
+
+int sm_count(const char* op, int device) {
+  static int counts[64] = {};
+  int& count = counts[device & 63];
+  if (count == 0) {
+    check(op, "reading the number of SMs", cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  }
+  return count;
+}
+
+// Puts device-usable addresses in place of host ones; throws on a host tensor that is not page-locked.
+void translate_host_buffers(const char* op, TransferRequest* request) {
+  HostTranslator translator(op, request->gpu_index);
+  for (BufferGroup& group : request->groups) {
+    for (size_t b = 0; b < group.dst_base.size(); ++b) {
+      if (request->dst_device == DeviceKind::kCpu) {
+        group.dst_base[b] = translator.device_address("dst", group.position[b], group.dst_base[b], group.dst_extent);
+      }
+      if (request->src_device == DeviceKind::kCpu) {
+        group.src_base[b] = translator.device_address("src", group.position[b], group.src_base[b], group.src_extent);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void transfer(TransferRequest request) {
+  constexpr const char* op = "transfer";
+  const DeviceGuard guard(op, request.gpu_index);
+  raise_pending_fault(op, request.gpu_index);
+  const Stream stream = current_stream(op, request.gpu_index);
+  const bool cpu_indices = request.index_device == DeviceKind::kCpu;
+  choose_backend(op, request.backend, facts_of(request, cpu_indices && is_capturing(stream)));
+  if (request.empty()) return;
+  translate_host_buffers(op, &request);
+
+  std::optional<torch::stable::Tensor> indices;
+  if (cpu_indices) indices = upload_indices(op, &request, stream);
+  for (const BufferGroup& group : request.groups) {
+    if (group.dst.row_bytes() == 0) continue;
+    launch_register(request, group, sm_count(op, request.gpu_index), request.gpu_index, stream);
+  }
+}
+
+void memcpy_batch(MemcpyBatchRequest request) {
+  constexpr const char* op = "memcpy_batch";
+  const DeviceGuard guard(op, request.gpu_index);
+  raise_pending_fault(op, request.gpu_index);
+  const Stream stream = current_stream(op, request.gpu_index);
+  HostTranslator translator(op, request.gpu_index);
+  for (size_t k = 0; k < request.copies.size(); ++k) {
+    ByteCopy& copy = request.copies[k];
+    const int64_t at = static_cast<int64_t>(k);
+    if (request.dst_device == DeviceKind::kCpu) translator.device_address("copy to dst", at, copy.dst, copy.nbytes);
+    if (request.src_device == DeviceKind::kCpu) translator.device_address("copy from src", at, copy.src, copy.nbytes);
+  }
+  for (const ByteCopy& copy : request.copies) {
+    check(op, "copying",
+          cudaMemcpyAsync(copy.dst, copy.src, static_cast<size_t>(copy.nbytes), cudaMemcpyDefault, stream));
+  }
+}
+
+std::string explain(const TransferRequest& request) {
+  constexpr const char* op = "explain";
+  const DeviceGuard guard(op, request.gpu_index);
+  const Stream stream = current_stream(op, request.gpu_index);
+  const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, is_capturing(stream)));
+  std::ostringstream text;
+  text << "backend: " << backend_name(choice.backend) << "\nreason: " << choice.reason << "\n";
+  for (const BufferGroup& group : request.groups) {
+    if (group.dst.row_bytes() == 0 || request.num_indices == 0) continue;
+    const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);
+    const RegisterPlan plan = make_register_plan(request, group, range, sm_count(op, request.gpu_index));
+    text << "launch: " << group.dst_base.size() << " buffers, " << plan.num_blocks << " CTAs, " << plan.package_bytes
+         << "-byte loads, " << plan.units << " units of " << plan.dst.piece_bytes << " bytes a buffer, "
+         << plan.units_per_item << " a warp\n";
+  }
+  return text.str();
+}
+
+int resolve_device(const char* op, int64_t device_index) {
+  if (device_index >= 0) return static_cast<int>(device_index);
+  int device = 0;
+  check(op, "reading the current device", cudaGetDevice(&device));
+  return device;
+}
+
+int current_or(int64_t device_index) {
+  if (device_index >= 0) return static_cast<int>(device_index);
+  int device = -1;
+  if (cudaGetDevice(&device) != cudaSuccess) {
+    cudaGetLastError();
+    return -1;
+  }
+  return device;
+}
+
+std::string driver_info() {
+  int driver = 0;
+  int devices = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  if (driver > 0 && cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
+  cudaGetLastError();
+  std::ostringstream text;
+  text << "\"driver\": " << driver << ", \"devices\": " << devices << ", \"entry_points\": {";
+  const char* separator = "";
+  for (const EntryPoint& point : entry_points()) {
+    text << separator << "\"" << point.name << "\": " << (point.found ? "true" : "false");
+    separator = ", ";
+  }
+  text << "}";
+  return text.str();
+}
+
+}  // namespace kvio::gpu

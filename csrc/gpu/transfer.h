@@ -1,0 +1,27 @@
+// GPU side of the ops: host addresses translated, faults reported, work enqueued on the caller's current stream.
+#pragma once
+
+#include <string>
+
+#include "plan/backend.h"
+#include "request/request.h"
+
+namespace kvio::gpu {
+
+void transfer(TransferRequest request);
+
+void memcpy_batch(MemcpyBatchRequest request);
+
+// The choice transfer would make, and the grid it would launch, as text lines.
+std::string explain(const TransferRequest& request);
+
+// A device index of -1 means the current device.
+int resolve_device(const char* op, int64_t device_index);
+
+// As above, but -1 where no driver is.
+int current_or(int64_t device_index);
+
+// JSON fields about the driver and the devices; never initializes a device.
+std::string driver_info();
+
+}  // namespace kvio::gpu

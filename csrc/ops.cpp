@@ -1,0 +1,194 @@
+// The front door: every schema and every registration. Tensors become a checked request here; backends see only that.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdlib>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "cpu/transfer.h"
+#include "error.h"
+#include "plan/backend.h"
+#include "plan/runs.h"
+#include "request/request.h"
+#include "request/torch_tensor_view.h"
+#ifdef KVIO_WITH_GPU
+#include "gpu/fault.h"
+#include "gpu/host_memory.h"
+#include "gpu/transfer.h"
+#endif
+
+namespace kvio {
+namespace {
+
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+bool debug_checks() {
+  const char* value = std::getenv("KVIO_DEBUG_CHECKS");
+  return value != nullptr && *value != '\0' && *value != '0';
+}
+
+TransferRequest checked_request(const char* op, const Tensors& dst, const Tensors& src, const Tensor& dst_indices,
+                                const Tensor& src_indices, int64_t row_ndim, int64_t page_size,
+                                const std::string& index_unit, const std::string& backend, int64_t num_blocks) {
+  const TransferOptions options{row_ndim, page_size, index_unit, backend, num_blocks};
+  TransferRequest request = make_transfer_request(op, views_of(dst), views_of(src), view_of(dst_indices),
+                                                  view_of(src_indices), options, dtype_name);
+  if (request.index_device == DeviceKind::kCpu) check_cpu_indices(op, request, debug_checks());
+  return request;
+}
+
+void transfer_cpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim, int64_t page_size,
+                  std::string index_unit, std::string backend, int64_t num_blocks) {
+  const TransferRequest request = checked_request("transfer", dst, src, dst_indices, src_indices, row_ndim, page_size,
+                                                  index_unit, backend, num_blocks);
+  choose_backend("transfer", backend, facts_of(request, false));
+  if (!request.empty()) cpu::transfer(request);
+}
+
+void memcpy_batch_cpu(Tensors dst, Tensors src, std::vector<int64_t> dst_offsets, std::vector<int64_t> src_offsets,
+                      std::vector<int64_t> nbytes) {
+  cpu::memcpy_batch(make_memcpy_batch_request(views_of(dst), views_of(src), dst_offsets, src_offsets, nbytes));
+}
+
+std::string describe(const TransferRequest& request) {
+  std::ostringstream text;
+  text << "buffers: " << request.num_buffers() << "\nindices: " << request.num_indices << " on the "
+       << (request.index_device == DeviceKind::kCpu ? "CPU" : "GPU") << ", " << request.slots_per_index
+       << " rows each\nbytes: " << request.payload_bytes() << "\n";
+  for (const BufferGroup& group : request.groups) {
+    text << "rows: " << group.dst.row_bytes() << " bytes in " << group.dst.num_pieces << " pieces, "
+         << group.dst_base.size() << " buffers";
+    if (request.index_device == DeviceKind::kCpu) {
+      int64_t runs = 0;
+      for_each_run(request, group, 0, request.num_indices, [&](const Run&) { ++runs; });
+      text << ", " << runs << " runs a buffer";
+    }
+    text << "\n";
+  }
+  return text.str();
+}
+
+std::string explain_cpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim,
+                        int64_t page_size, std::string index_unit, std::string backend, int64_t num_blocks) {
+  const TransferRequest request = checked_request("explain", dst, src, dst_indices, src_indices, row_ndim, page_size,
+                                                  index_unit, backend, num_blocks);
+  const BackendChoice choice = choose_backend("explain", backend, facts_of(request, false));
+  return std::string("backend: ") + backend_name(choice.backend) + "\nreason: " + choice.reason + "\n" + describe(request);
+}
+
+#ifdef KVIO_WITH_GPU
+
+void transfer_gpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim, int64_t page_size,
+                  std::string index_unit, std::string backend, int64_t num_blocks) {
+  gpu::transfer(checked_request("transfer", dst, src, dst_indices, src_indices, row_ndim, page_size, index_unit, backend,
+                                num_blocks));
+}
+
+void memcpy_batch_gpu(Tensors dst, Tensors src, std::vector<int64_t> dst_offsets, std::vector<int64_t> src_offsets,
+                      std::vector<int64_t> nbytes) {
+  gpu::memcpy_batch(make_memcpy_batch_request(views_of(dst), views_of(src), dst_offsets, src_offsets, nbytes));
+}
+
+std::string explain_gpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim,
+                        int64_t page_size, std::string index_unit, std::string backend, int64_t num_blocks) {
+  const TransferRequest request = checked_request("explain", dst, src, dst_indices, src_indices, row_ndim, page_size,
+                                                  index_unit, backend, num_blocks);
+  return gpu::explain(request) + describe(request);
+}
+
+void host_register(Tensor tensor, int64_t chunk_bytes, int64_t device_index) {
+  constexpr const char* op = "host_register";
+  const TensorView view = view_of(tensor);
+  if (view.device != DeviceKind::kCpu) fail(op, "tensor is on ", device_name(view.device, view.device_index), "; it needs a CPU tensor");
+  check_contiguous(op, "tensor", view);
+  gpu::host_register(view.data, extent_bytes(view), chunk_bytes, gpu::resolve_device(op, device_index));
+}
+
+void host_unregister(Tensor tensor, int64_t device_index) {
+  constexpr const char* op = "host_unregister";
+  const TensorView view = view_of(tensor);
+  if (extent_bytes(view) == 0) return;
+  gpu::host_unregister(view.data, gpu::resolve_device(op, device_index));
+}
+
+int64_t device_pointer(Tensor tensor, int64_t device_index) {
+  constexpr const char* op = "device_pointer";
+  const TensorView view = view_of(tensor);
+  if (view.device == DeviceKind::kGpu) return reinterpret_cast<int64_t>(view.data);
+  gpu::HostTranslator translator(op, gpu::resolve_device(op, device_index));
+  return reinterpret_cast<int64_t>(translator.device_address("tensor", 0, view.data, extent_bytes(view)));
+}
+
+std::vector<int64_t> take_fault(int64_t device_index) {
+  gpu::Fault fault;
+  if (!gpu::take_fault(gpu::current_or(device_index), &fault)) return {};
+  return {fault.op, fault.position, fault.value, fault.limit};
+}
+
+std::string backend_info() { return gpu::driver_info(); }
+
+#else
+
+[[noreturn]] void no_gpu(const char* op) {
+  fail(op, "this build of sgl_kvio has no GPU code; it needs a wheel built with KVIO_BACKEND=cuda or rocm");
+}
+
+void host_register(Tensor, int64_t, int64_t) { no_gpu("host_register"); }
+void host_unregister(Tensor, int64_t) { no_gpu("host_unregister"); }
+int64_t device_pointer(Tensor, int64_t) { no_gpu("device_pointer"); }
+std::vector<int64_t> take_fault(int64_t) { return {}; }
+std::string backend_info() { return "\"driver\": 0, \"devices\": 0, \"entry_points\": {}"; }
+
+#endif
+
+std::string build_info() {
+  return std::string("{\"version\": \"" KVIO_VERSION "\", \"backend\": \"" KVIO_BACKEND_NAME
+                     "\", \"archs\": \"" KVIO_ARCHS "\", \"toolkit\": \"" KVIO_TOOLKIT "\", ") +
+         backend_info() + "}";
+}
+
+}  // namespace
+}  // namespace kvio
+
+STABLE_TORCH_LIBRARY(kvio, m) {
+  m.def(
+      "transfer(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int row_ndim=2, "
+      "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0) -> ()");
+  m.def(
+      "memcpy_batch(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, int[] nbytes) -> ()");
+  m.def("host_register(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()");
+  m.def("host_unregister(Tensor(a!) tensor, int device_index=-1) -> ()");
+  m.def("device_pointer(Tensor tensor, int device_index=-1) -> int");
+  m.def("take_fault(int device_index=-1) -> int[]");
+  m.def(
+      "explain(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int row_ndim=2, "
+      "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0) -> str");
+  m.def("build_info() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvio, CPU, m) {
+  m.impl("transfer", TORCH_BOX(&kvio::transfer_cpu));
+  m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_cpu));
+  m.impl("explain", TORCH_BOX(&kvio::explain_cpu));
+  m.impl("host_register", TORCH_BOX(&kvio::host_register));
+  m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
+  m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
+}
+
+#ifdef KVIO_WITH_GPU
+STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
+  m.impl("transfer", TORCH_BOX(&kvio::transfer_gpu));
+  m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_gpu));
+  m.impl("explain", TORCH_BOX(&kvio::explain_gpu));
+  m.impl("host_register", TORCH_BOX(&kvio::host_register));
+  m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
+}
+#endif
+
+STABLE_TORCH_LIBRARY_IMPL(kvio, CompositeExplicitAutograd, m) {
+  m.impl("take_fault", TORCH_BOX(&kvio::take_fault));
+  m.impl("build_info", TORCH_BOX(&kvio::build_info));
+}

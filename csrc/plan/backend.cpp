@@ -1,0 +1,37 @@
+#include "plan/backend.h"
+
+#include "error.h"
+
+namespace kvio {
+
+const char* backend_name(Backend backend) { return backend == Backend::kCpu ? "cpu" : "register"; }
+
+BackendFacts facts_of(const TransferRequest& request, bool capturing) {
+  BackendFacts facts;
+  facts.any_gpu = request.gpu_index >= 0;
+  facts.indices_on_cpu = request.index_device == DeviceKind::kCpu;
+  facts.capturing = capturing;
+  return facts;
+}
+
+BackendChoice choose_backend(const char* op, const std::string& wanted, const BackendFacts& facts) {
+  if (wanted != "auto" && wanted != "register" && wanted != "cpu") {
+    fail(op, "backend is '", wanted, "'; it needs 'auto', 'register' or 'cpu'");
+  }
+  if (!facts.any_gpu) {
+    if (wanted == "register") {
+      fail(op, "backend is 'register' but every tensor is on the CPU; it needs a GPU tensor (or backend='auto')");
+    }
+    return {Backend::kCpu, "every tensor is on the CPU"};
+  }
+  if (wanted == "cpu") {
+    fail(op, "backend is 'cpu' but a tensor is on a GPU; it needs CPU tensors only (or backend='auto')");
+  }
+  if (facts.indices_on_cpu && facts.capturing) {
+    fail(op, "dst_indices is on the CPU while the stream is being captured; a graph needs indices on the GPU, whose "
+             "values it reads at replay");
+  }
+  return {Backend::kRegister, wanted == "register" ? "asked for by the caller" : "serves any row size and alignment"};
+}
+
+}  // namespace kvio

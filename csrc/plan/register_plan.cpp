@@ -1,0 +1,105 @@
+#include "plan/register_plan.h"
+
+#include <algorithm>
+
+#include "plan/copy_width.h"
+
+namespace kvio {
+namespace {
+
+constexpr int64_t kMaxUnits = int64_t{1} << 30;
+
+// Whole pages whose rows are packed on both sides are one long row each.
+void join_pages(RegisterPlan* plan) {
+  const int64_t slots = plan->slots_per_index;
+  const auto joinable = [&](const PoolView& v) { return v.packed() && (v.is_flat() || v.page_slots % slots == 0); };
+  if (slots == 1 || !joinable(plan->dst) || !joinable(plan->src)) return;
+  for (PoolView* v : {&plan->dst, &plan->src}) {
+    v->slots /= slots;
+    v->piece_bytes *= slots;
+    v->piece_stride = v->piece_bytes;
+    if (v->is_flat()) {
+      v->token_stride *= slots;
+      v->page_stride = v->token_stride;
+    } else if (v->page_slots == slots) {
+      v->token_stride = v->page_stride;
+      v->page_slots = 1;
+    } else {
+      v->token_stride *= slots;
+      v->page_slots /= slots;
+    }
+  }
+  plan->slots_per_index = 1;
+}
+
+// Cuts a long contiguous piece into equal parts that several warps can share.
+void cut_long_pieces(RegisterPlan* plan, const RegisterPolicy& policy) {
+  const int64_t piece = plan->dst.piece_bytes;
+  if (plan->dst.num_pieces != 1 || plan->src.num_pieces != 1 || piece <= policy.long_piece_bytes) return;
+  if (piece % plan->package_bytes != 0) return;
+  const int64_t packages = piece / plan->package_bytes;
+  const int64_t most = policy.bytes_per_warp_step / plan->package_bytes;
+  int64_t part = most;
+  while (part > 1 && packages % part != 0) --part;
+  if (part * 4 < most) return;  // only very short parts divide it: leave it whole
+  for (PoolView* v : {&plan->dst, &plan->src}) {
+    v->num_pieces = packages / part;
+    v->piece_bytes = part * plan->package_bytes;
+    v->piece_stride = v->piece_bytes;
+  }
+}
+
+// Host rows of neighbouring buffers that lie closer than one slot apart (page-first) are moved together.
+bool buffers_share_pages(const BufferGroup& group) {
+  if (group.dst_base.size() < 2) return false;
+  const auto interleaved = [](const PoolView& v, const char* first, const char* second) {
+    const int64_t gap = second > first ? second - first : first - second;
+    return gap < (v.is_flat() ? v.token_stride : v.page_stride);
+  };
+  return interleaved(group.dst, group.dst_base[0], group.dst_base[1]) ||
+         interleaved(group.src, group.src_base[0], group.src_base[1]);
+}
+
+}  // namespace
+
+int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup& group) {
+  const int64_t piece_parts = std::max<int64_t>(1, group.dst.piece_bytes / 16);
+  return std::max<int64_t>(1, kMaxUnits / (request.slots_per_index * group.dst.num_pieces * piece_parts));
+}
+
+RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range, int64_t num_sms,
+                                const RegisterPolicy& policy) {
+  RegisterPlan plan;
+  plan.dst = group.dst;
+  plan.src = group.src;
+  plan.slots_per_index = request.slots_per_index;
+  join_pages(&plan);
+  plan.package_bytes = copy_width(plan.dst, plan.src, address_bits(group));
+  cut_long_pieces(&plan, policy);
+
+  const int64_t piece = plan.dst.piece_bytes;
+  plan.packages = piece / plan.package_bytes;
+  plan.remainder = piece % plan.package_bytes;
+  plan.units = range * plan.slots_per_index * plan.dst.num_pieces;
+  plan.buffers_innermost = buffers_share_pages(group);
+
+  const bool device_to_device = request.dst_device == DeviceKind::kGpu && request.src_device == DeviceKind::kGpu;
+  const int64_t wanted_blocks =
+      request.num_blocks > 0 ? request.num_blocks : (device_to_device ? num_sms : policy.link_blocks);
+
+  // Fewer units an item while there are too few items for the warps, but never less than one warp step of bytes.
+  const int64_t buffers = static_cast<int64_t>(group.dst_base.size());
+  const int64_t warps = wanted_blocks * policy.warps_per_block;
+  int64_t per_item = policy.max_units_per_item;
+  while (per_item > 1 && per_item * piece > policy.bytes_per_warp_step &&
+         (plan.units + per_item - 1) / per_item * buffers < 2 * warps) {
+    per_item /= 2;
+  }
+  plan.units_per_item = per_item;
+  const int64_t items = (plan.units + per_item - 1) / per_item * buffers;
+  plan.num_blocks =
+      std::max<int64_t>(1, std::min(wanted_blocks, (items + policy.warps_per_block - 1) / policy.warps_per_block));
+  return plan;
+}
+
+}  // namespace kvio

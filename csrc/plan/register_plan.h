@@ -1,0 +1,42 @@
+// How the register kernel cuts a buffer group into work items. Pure host code.
+#pragma once
+
+#include <cstdint>
+
+#include "request/request.h"
+
+namespace kvio {
+
+// What one launch needs besides addresses. A unit is one piece of one slot; an item is up to `units_per_item`
+// consecutive units of one buffer, and one warp moves it.
+struct RegisterPlan {
+  PoolView dst;
+  PoolView src;
+  int64_t slots_per_index = 1;
+  int64_t package_bytes = 16;  // one load
+  int64_t packages = 0;        // whole packages of one unit
+  int64_t remainder = 0;       // bytes of a unit after them
+  int64_t units = 0;           // of one buffer
+  int64_t units_per_item = 32;
+  int64_t num_blocks = 1;
+  // Items of one slot range over all buffers come next to each other (true), or all items of one buffer do (false):
+  // whichever keeps concurrent host addresses close together.
+  bool buffers_innermost = false;
+};
+
+struct RegisterPolicy {
+  int64_t warps_per_block = 32;
+  int64_t bytes_per_warp_step = 4096;  // 32 lanes, 8 loads of 16 bytes in flight
+  int64_t max_units_per_item = 32;     // one lane works out one unit's addresses
+  int64_t long_piece_bytes = 8192;     // a longer piece is cut so that several warps share it
+  int64_t link_blocks = 4;             // fill a host link in both directions for every layout measured
+};
+
+// `num_sms` bounds device-to-device grids. `range` is the number of index positions this launch serves.
+RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range, int64_t num_sms,
+                                const RegisterPolicy& policy = RegisterPolicy());
+
+// Most index positions one launch can serve: its unit numbers are 32-bit.
+int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup& group);
+
+}  // namespace kvio

@@ -1,0 +1,313 @@
+#include "request/request.h"
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+
+#include "error.h"
+
+namespace kvio {
+namespace {
+
+bool same_layout(const TensorView& a, const TensorView& b) {
+  const size_t bytes = static_cast<size_t>(a.ndim) * sizeof(int64_t);
+  return a.ndim == b.ndim && a.dtype == b.dtype && std::memcmp(a.sizes, b.sizes, bytes) == 0 &&
+         std::memcmp(a.strides, b.strides, bytes) == 0;
+}
+
+// Every tensor of a list lies on the first one's device.
+void check_one_device(const char* op, const char* argument, const std::vector<TensorView>& list) {
+  const TensorView& first = list[0];
+  for (size_t i = 0; i < list.size(); ++i) {
+    const TensorView& t = list[i];
+    if (t.device == DeviceKind::kOther) {
+      fail(op, argument, "[", i, "] is on a device of another kind; it needs a CPU or a GPU tensor");
+    }
+    if (t.device != first.device || t.device_index != first.device_index) {
+      fail(op, argument, "[", i, "] is on ", device_name(t.device, t.device_index), " but ", argument, "[0] is on ",
+           device_name(first.device, first.device_index), "; it needs every tensor of ", argument, " on one device");
+    }
+  }
+}
+
+void check_index_tensor(const char* op, const char* argument, const TensorView& t, DtypeName dtype_name) {
+  if (!t.is_int32 && !t.is_int64) {
+    fail(op, argument, " has dtype ", dtype_name(t.dtype), "; it needs int32 or int64");
+  }
+  if (t.ndim != 1) {
+    fail(op, argument, " has shape ", shape_text(t.sizes, t.ndim), "; it needs one dimension");
+  }
+  if (t.device == DeviceKind::kOther) fail(op, argument, " is on another kind of device; it needs the CPU or a GPU");
+}
+
+void check_pair(const char* op, size_t i, const TensorView& dst, const TensorView& src, int64_t row_ndim,
+                DtypeName dtype_name) {
+  if (dst.dtype != src.dtype) {
+    fail(op, "src[", i, "] has dtype ", dtype_name(src.dtype), " but dst[", i, "] has ", dtype_name(dst.dtype),
+         "; it needs the same dtype");
+  }
+  if (dst.ndim < row_ndim || src.ndim < row_ndim) return;  // make_pool_view words it better
+  const int64_t* dst_row = dst.sizes + (dst.ndim - row_ndim);
+  const int64_t* src_row = src.sizes + (src.ndim - row_ndim);
+  if (!std::equal(dst_row, dst_row + row_ndim, src_row)) {
+    fail(op, "src[", i, "] has rows of shape ", shape_text(src_row, row_ndim), " but dst[", i, "] has ",
+         shape_text(dst_row, row_ndim), "; it needs the same row shape (row_ndim=", row_ndim, ")");
+  }
+}
+
+// A destination dim of stride 0 would be written many times over.
+void check_not_expanded(const char* op, size_t i, const TensorView& dst) {
+  for (int64_t d = 0; d < dst.ndim; ++d) {
+    if (dst.strides[d] == 0 && dst.sizes[d] > 1) {
+      fail(op, "dst[", i, "] has stride 0 in dimension ", d, " of size ", dst.sizes[d],
+           "; it needs memory of its own for every element (no expanded tensor)");
+    }
+  }
+}
+
+void check_options(const char* op, const TransferOptions& o) {
+  if (o.row_ndim < 0) fail(op, "row_ndim is ", o.row_ndim, "; it needs 0 or more");
+  if (o.page_size < 1) fail(op, "page_size is ", o.page_size, "; it needs 1 or more");
+  if (o.index_unit != "token" && o.index_unit != "page") {
+    fail(op, "index_unit is '", o.index_unit, "'; it needs 'token' or 'page'");
+  }
+  if (o.num_blocks < 0 || o.num_blocks > 65535) {
+    fail(op, "num_blocks is ", o.num_blocks, "; it needs 0 (chosen for you) to 65535");
+  }
+}
+
+void set_devices(const char* op, TransferRequest* request, const std::vector<TensorView>& dst,
+                 const std::vector<TensorView>& src, const TensorView& dst_indices, const TensorView& src_indices) {
+  if (dst_indices.device != src_indices.device || dst_indices.device_index != src_indices.device_index) {
+    fail(op, "src_indices is on ", device_name(src_indices.device, src_indices.device_index), " but dst_indices is on ",
+         device_name(dst_indices.device, dst_indices.device_index), "; it needs both on one device");
+  }
+  request->index_device = dst_indices.device;
+  if (dst_indices.device == DeviceKind::kGpu) request->gpu_index = dst_indices.device_index;
+  if (dst.empty()) return;
+  check_one_device(op, "dst", dst);
+  check_one_device(op, "src", src);
+  request->dst_device = dst[0].device;
+  request->src_device = src[0].device;
+  const auto join = [&](const char* argument, const TensorView& t) {
+    if (t.device != DeviceKind::kGpu) return;
+    if (request->gpu_index >= 0 && request->gpu_index != t.device_index) {
+      fail(op, argument, " is on cuda:", t.device_index, " but another argument is on cuda:", request->gpu_index,
+           "; it needs one GPU for dst, src and indices (a copy between GPUs goes through a host pool)");
+    }
+    request->gpu_index = t.device_index;
+  };
+  join("dst[0]", dst[0]);
+  join("src[0]", src[0]);
+}
+
+}  // namespace
+
+int64_t TransferRequest::payload_bytes() const {
+  int64_t per_slot = 0;
+  for (const BufferGroup& g : groups) per_slot += g.dst.row_bytes() * static_cast<int64_t>(g.dst_base.size());
+  return per_slot * num_indices * slots_per_index;
+}
+
+int64_t TransferRequest::num_buffers() const {
+  int64_t count = 0;
+  for (const BufferGroup& g : groups) count += static_cast<int64_t>(g.dst_base.size());
+  return count;
+}
+
+TransferRequest make_transfer_request(const char* op, const std::vector<TensorView>& dst,
+                                      const std::vector<TensorView>& src, const TensorView& dst_indices,
+                                      const TensorView& src_indices, const TransferOptions& options,
+                                      DtypeName dtype_name) {
+  check_options(op, options);
+  if (dst.size() != src.size()) {
+    fail(op, "src has ", src.size(), " tensors but dst has ", dst.size(), "; it needs lists of equal length");
+  }
+  check_index_tensor(op, "dst_indices", dst_indices, dtype_name);
+  check_index_tensor(op, "src_indices", src_indices, dtype_name);
+  if (dst_indices.dtype != src_indices.dtype) {
+    fail(op, "src_indices has dtype ", dtype_name(src_indices.dtype), " but dst_indices has ",
+         dtype_name(dst_indices.dtype), "; it needs the same dtype");
+  }
+  if (dst_indices.sizes[0] != src_indices.sizes[0]) {
+    fail(op, "src_indices has ", src_indices.sizes[0], " entries but dst_indices has ", dst_indices.sizes[0],
+         "; it needs equal lengths");
+  }
+
+  TransferRequest request;
+  set_devices(op, &request, dst, src, dst_indices, src_indices);
+  request.dst_indices = {dst_indices.data, dst_indices.strides[0], dst_indices.is_int64};
+  request.src_indices = {src_indices.data, src_indices.strides[0], src_indices.is_int64};
+  request.num_indices = dst_indices.sizes[0];
+  request.page_size = options.page_size;
+  request.slots_per_index = options.index_unit == "page" ? options.page_size : 1;
+  request.num_blocks = options.num_blocks;
+  request.backend = options.backend;
+
+  // Buffers of one pool look alike: each is compared with the previous one before its geometry is worked out anew.
+  std::vector<size_t> example;  // per group, the pair it was made from
+  for (size_t i = 0; i < dst.size(); ++i) {
+    size_t g = 0;
+    while (g < example.size() &&
+           !(same_layout(dst[example[g]], dst[i]) && same_layout(src[example[g]], src[i]))) {
+      ++g;
+    }
+    if (g == example.size()) {
+      check_pair(op, i, dst[i], src[i], options.row_ndim, dtype_name);
+      check_not_expanded(op, i, dst[i]);
+      BufferGroup group;
+      group.dst = make_pool_view(op, "dst", static_cast<int64_t>(i), dst[i], options.row_ndim);
+      group.src = make_pool_view(op, "src", static_cast<int64_t>(i), src[i], options.row_ndim);
+      align_pieces(op, static_cast<int64_t>(i), &group.dst, &group.src);
+      group.dst_extent = extent_bytes(dst[i]);
+      group.src_extent = extent_bytes(src[i]);
+      group.dst_base.reserve(dst.size() - i);
+      group.src_base.reserve(dst.size() - i);
+      group.position.reserve(dst.size() - i);
+      request.groups.push_back(std::move(group));
+      example.push_back(i);
+    }
+    request.groups[g].dst_base.push_back(dst[i].data);
+    request.groups[g].src_base.push_back(src[i].data);
+    request.groups[g].position.push_back(static_cast<int64_t>(i));
+  }
+  return request;
+}
+
+namespace {
+
+// Smallest pool of one side over all groups, and a buffer that has it.
+struct Limit {
+  int64_t entries = INT64_MAX;
+  int64_t position = 0;
+};
+
+Limit limit_of(const TransferRequest& request, PoolView BufferGroup::*side) {
+  Limit limit;
+  for (const BufferGroup& g : request.groups) {
+    const int64_t entries = (g.*side).slots / request.slots_per_index;
+    if (entries < limit.entries) limit = {entries, g.position[0]};
+  }
+  return limit;
+}
+
+template <class Index>
+int64_t first_outside(const IndexList& list, int64_t count, int64_t limit) {
+  const Index* values = static_cast<const Index*>(list.data);
+  // Branch-free first: a good list is the usual one.
+  uint64_t bad = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    bad |= static_cast<uint64_t>(static_cast<uint64_t>(static_cast<int64_t>(values[i * list.stride])) >=
+                                 static_cast<uint64_t>(limit));
+  }
+  if (bad == 0) return -1;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t value = list.at(i);
+    if (value < 0 || value >= limit) return i;
+  }
+  return -1;
+}
+
+void check_side(const char* op, const char* argument, const char* pool, const TransferRequest& request,
+                const IndexList& list, const Limit& limit) {
+  const int64_t at = list.is_int64 ? first_outside<int64_t>(list, request.num_indices, limit.entries)
+                                   : first_outside<int32_t>(list, request.num_indices, limit.entries);
+  if (at < 0) return;
+  fail(op, argument, "[", at, "] is ", list.at(at), "; it needs 0 to ", limit.entries - 1, " (", pool, "[",
+       limit.position, "] has ", limit.entries, request.slots_per_index > 1 ? " pages of page_size=" : " token slots",
+       request.slots_per_index > 1 ? std::to_string(request.page_size) : std::string(), ")");
+}
+
+}  // namespace
+
+void check_cpu_indices(const char* op, const TransferRequest& request, bool find_duplicates) {
+  check_side(op, "dst_indices", "dst", request, request.dst_indices, limit_of(request, &BufferGroup::dst));
+  check_side(op, "src_indices", "src", request, request.src_indices, limit_of(request, &BufferGroup::src));
+  if (!find_duplicates) return;
+  std::unordered_map<int64_t, int64_t> seen;
+  seen.reserve(static_cast<size_t>(request.num_indices));
+  for (int64_t i = 0; i < request.num_indices; ++i) {
+    const auto [it, fresh] = seen.emplace(request.dst_indices.at(i), i);
+    if (!fresh) {
+      fail(op, "dst_indices[", i, "] is ", request.dst_indices.at(i), ", as dst_indices[", it->second,
+           "] is; it needs every destination once (KVIO_DEBUG_CHECKS is set)");
+    }
+  }
+}
+
+void check_contiguous(const char* op, const std::string& argument, const TensorView& t) {
+  int64_t expected = 1;
+  for (int64_t d = t.ndim - 1; d >= 0; --d) {
+    if (t.sizes[d] == 0) return;
+    if (t.sizes[d] != 1 && t.strides[d] != expected) {
+      fail(op, argument, " has shape ", shape_text(t.sizes, t.ndim), " and strides ", shape_text(t.strides, t.ndim),
+           "; it needs a contiguous tensor");
+    }
+    expected *= t.sizes[d];
+  }
+}
+
+namespace {
+
+void check_range(const char* argument, const char* offsets, size_t k, int64_t tensor, int64_t offset, int64_t nbytes,
+                 int64_t size) {
+  if (offset < 0 || offset > size - nbytes) {
+    fail("memcpy_batch", offsets, "[", k, "] is ", offset, " with nbytes[", k, "]=", nbytes, "; it needs to stay inside ",
+         argument, "[", tensor, "] of ", size, " bytes");
+  }
+}
+
+}  // namespace
+
+MemcpyBatchRequest make_memcpy_batch_request(const std::vector<TensorView>& dst, const std::vector<TensorView>& src,
+                                             const std::vector<int64_t>& dst_offsets,
+                                             const std::vector<int64_t>& src_offsets,
+                                             const std::vector<int64_t>& nbytes) {
+  constexpr const char* op = "memcpy_batch";
+  const size_t count = nbytes.size();
+  const auto check_length = [&](const char* argument, size_t length) {
+    if (length != count) {
+      fail(op, argument, " has ", length, " entries but nbytes has ", count, "; it needs equal lengths");
+    }
+  };
+  check_length("dst_offsets", dst_offsets.size());
+  check_length("src_offsets", src_offsets.size());
+  const auto check_tensors = [&](const char* argument, const std::vector<TensorView>& list) {
+    if (list.size() != count && list.size() != 1 && count != 0) {
+      fail(op, argument, " has ", list.size(), " tensors for ", count,
+           " copies; it needs one tensor a copy, or one for all");
+    }
+    if (list.empty()) return;
+    check_one_device(op, argument, list);
+    for (size_t i = 0; i < list.size(); ++i) {
+      check_contiguous(op, std::string(argument) + "[" + std::to_string(i) + "]", list[i]);
+    }
+  };
+  check_tensors("dst", dst);
+  check_tensors("src", src);
+
+  MemcpyBatchRequest request;
+  if (dst.empty() || src.empty()) return request;
+  request.dst_device = dst[0].device;
+  request.src_device = src[0].device;
+  for (const TensorView* t : {&dst[0], &src[0]}) {
+    if (t->device != DeviceKind::kGpu) continue;
+    if (request.gpu_index >= 0 && request.gpu_index != t->device_index) {
+      fail(op, "src[0] is on cuda:", src[0].device_index, " but dst[0] is on cuda:", dst[0].device_index,
+           "; it needs one GPU");
+    }
+    request.gpu_index = t->device_index;
+  }
+  request.copies.reserve(count);
+  for (size_t k = 0; k < count; ++k) {
+    const size_t d = dst.size() == 1 ? 0 : k;
+    const size_t s = src.size() == 1 ? 0 : k;
+    if (nbytes[k] < 0) fail(op, "nbytes[", k, "] is ", nbytes[k], "; it needs 0 or more");
+    check_range("dst", "dst_offsets", k, static_cast<int64_t>(d), dst_offsets[k], nbytes[k], extent_bytes(dst[d]));
+    check_range("src", "src_offsets", k, static_cast<int64_t>(s), src_offsets[k], nbytes[k], extent_bytes(src[s]));
+    if (nbytes[k] > 0) request.copies.push_back({dst[d].data + dst_offsets[k], src[s].data + src_offsets[k], nbytes[k]});
+  }
+  return request;
+}
+
+}  // namespace kvio

@@ -1,0 +1,95 @@
+// Tensors in, checked request out: the one place where an argument is refused. Every backend consumes the request
+// and trusts it. No GPU header, no torch header.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "request/pool_view.h"
+#include "request/tensor_view.h"
+
+namespace kvio {
+
+struct IndexList {
+  const void* data = nullptr;
+  int64_t stride = 1;  // elements
+  bool is_int64 = false;
+
+  int64_t at(int64_t position) const {
+    const int64_t i = position * stride;
+    return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
+// Buffers that share one geometry, so that one launch (or one loop) serves them all.
+struct BufferGroup {
+  PoolView dst;
+  PoolView src;
+  std::vector<char*> dst_base;
+  std::vector<const char*> src_base;
+  std::vector<int64_t> position;  // of each buffer in the caller's lists
+  int64_t dst_extent = 0;         // bytes one buffer's view spans
+  int64_t src_extent = 0;
+};
+
+struct TransferOptions {
+  int64_t row_ndim = 2;
+  int64_t page_size = 1;
+  std::string index_unit = "token";
+  std::string backend = "auto";
+  int64_t num_blocks = 0;
+};
+
+struct TransferRequest {
+  std::vector<BufferGroup> groups;
+  IndexList dst_indices;
+  IndexList src_indices;
+  int64_t num_indices = 0;
+  int64_t slots_per_index = 1;  // page_size for page indices, 1 for token indices
+  int64_t page_size = 1;
+  int64_t num_blocks = 0;
+  std::string backend;
+  DeviceKind dst_device = DeviceKind::kCpu;
+  DeviceKind src_device = DeviceKind::kCpu;
+  DeviceKind index_device = DeviceKind::kCpu;
+  int32_t gpu_index = -1;  // the one GPU involved, -1 for none
+
+  int64_t payload_bytes() const;
+  int64_t num_buffers() const;
+  // Nothing to move: no buffers, no indices, or rows of no bytes.
+  bool empty() const { return payload_bytes() == 0; }
+};
+
+// Checks everything that can be checked without touching index values and groups the buffers.
+TransferRequest make_transfer_request(const char* op, const std::vector<TensorView>& dst,
+                                      const std::vector<TensorView>& src, const TensorView& dst_indices,
+                                      const TensorView& src_indices, const TransferOptions& options, DtypeName dtype_name);
+
+// CPU indices only: every entry inside both pools, else throws before a byte moves. With `find_duplicates` also
+// throws on a destination that is named twice.
+void check_cpu_indices(const char* op, const TransferRequest& request, bool find_duplicates);
+
+// One copy of kvio::memcpy_batch, checked.
+struct ByteCopy {
+  char* dst;
+  const char* src;
+  int64_t nbytes;
+};
+
+struct MemcpyBatchRequest {
+  std::vector<ByteCopy> copies;
+  DeviceKind dst_device = DeviceKind::kCpu;
+  DeviceKind src_device = DeviceKind::kCpu;
+  int32_t gpu_index = -1;
+};
+
+MemcpyBatchRequest make_memcpy_batch_request(const std::vector<TensorView>& dst, const std::vector<TensorView>& src,
+                                             const std::vector<int64_t>& dst_offsets,
+                                             const std::vector<int64_t>& src_offsets,
+                                             const std::vector<int64_t>& nbytes);
+
+// Throws unless the tensor's elements lie in memory in order without gaps.
+void check_contiguous(const char* op, const std::string& argument, const TensorView& tensor);
+
+}  // namespace kvio

@@ -1,0 +1,68 @@
+// The one adapter between torch tensors and the request checks.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "request/tensor_view.h"
+
+namespace kvio {
+
+inline TensorView view_of(const torch::stable::Tensor& tensor) {
+  static const int32_t kCpuType = aoti_torch_device_type_cpu();
+  static const int32_t kGpuType = aoti_torch_device_type_cuda();
+  static const int32_t kInt32 = aoti_torch_dtype_int32();
+  static const int32_t kInt64 = aoti_torch_dtype_int64();
+  const AtenTensorHandle handle = tensor.get();
+  TensorView view;
+  int64_t* sizes = nullptr;
+  int64_t* strides = nullptr;
+  int32_t device_type = 0;
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.ndim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &view.dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+  view.sizes = sizes;
+  view.strides = strides;
+  view.data = static_cast<char*>(data);
+  view.element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
+  view.is_int32 = view.dtype == kInt32;
+  view.is_int64 = view.dtype == kInt64;
+  view.device = device_type == kCpuType ? DeviceKind::kCpu
+                                        : (device_type == kGpuType ? DeviceKind::kGpu : DeviceKind::kOther);
+  if (view.device == DeviceKind::kCpu) view.device_index = -1;
+  return view;
+}
+
+inline std::vector<TensorView> views_of(const std::vector<torch::stable::Tensor>& tensors) {
+  std::vector<TensorView> views;
+  views.reserve(tensors.size());
+  for (const torch::stable::Tensor& t : tensors) views.push_back(view_of(t));
+  return views;
+}
+
+// Python's name of a dtype, for error texts.
+inline std::string dtype_name(int32_t dtype) {
+  using torch::headeronly::ScalarType;
+  switch (static_cast<ScalarType>(dtype)) {
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::BFloat16: return "bfloat16";
+    default: return torch::headeronly::toString(static_cast<ScalarType>(dtype));
+  }
+}
+
+}  // namespace kvio

@@ -1,0 +1,85 @@
+"""Builds sgl_kvio/_C.abi3.so with CMake and ninja.
+
+Environment:
+    KVIO_BACKEND     auto (default: cuda when nvcc is found, else cpu), cpu, cuda, rocm
+    KVIO_CUDA_ARCHS  compute capabilities, for example "80;90" (default: the list in CMakeLists.txt)
+    MAX_JOBS         parallel compile jobs
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def version() -> str:
+    text = (ROOT / "sgl_kvio" / "_version.py").read_text()
+    match = re.search(r'__version__ = "([^"]+)"', text)
+    if match is None:
+        raise RuntimeError("sgl_kvio/_version.py holds no __version__")
+    return match.group(1)
+
+
+def torch_root() -> Path:
+    try:
+        import torch
+    except ImportError as error:
+        raise SystemExit(
+            "building sgl_kvio needs torch>=2.10 in this environment:"
+            " pip install torch, then pip install --no-build-isolation ."
+        ) from error
+    return Path(torch.__file__).resolve().parent
+
+
+def tool(name: str) -> str:
+    """The tool of this environment (packages cmake and ninja put it beside Python), else of the PATH."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise SystemExit(f"building sgl_kvio needs {name}: pip install {name}")
+    return found
+
+
+class CMakeBuild(build_ext):
+    """One CMake project instead of setuptools' own compiler driver."""
+
+    def build_extension(self, ext: Extension) -> None:
+        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build = ROOT / "build" / f"cmake-{sysconfig.get_platform()}"
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            tool("cmake"),
+            "-S",
+            str(ROOT),
+            "-B",
+            str(build),
+            "-G",
+            "Ninja",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+            f"-DKVIO_VERSION={version()}",
+            f"-DKVIO_BACKEND={os.environ.get('KVIO_BACKEND', 'auto')}",
+            f"-DKVIO_TORCH_ROOT={torch_root()}",
+            f"-DKVIO_PYTHON_INCLUDE={sysconfig.get_path('include')}",
+            f"-DKVIO_OUTPUT_DIR={output}",
+        ]
+        if archs := os.environ.get("KVIO_CUDA_ARCHS"):
+            configure.append(f"-DKVIO_CUDA_ARCHS={archs}")
+        subprocess.run(configure, check=True)
+        jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
+        subprocess.run([tool("cmake"), "--build", str(build), "-j", jobs], check=True)
+
+
+setup(
+    version=version(),
+    ext_modules=[Extension("sgl_kvio._C", sources=[], py_limited_api=True)],
+    cmdclass={"build_ext": CMakeBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

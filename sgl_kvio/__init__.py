@@ -1,0 +1,35 @@
+"""sgl_kvio: moves KV-cache rows between host and device pools, as torch ops compiled ahead of time.
+
+Importing registers ``torch.ops.kvio.*``; it initializes no GPU and works without a driver.
+"""
+
+from sgl_kvio._version import __version__
+from sgl_kvio.loader import LayerwiseLoad, LayerwiseLoader
+from sgl_kvio.ops import (
+    capabilities,
+    check,
+    device_pointer,
+    explain,
+    host_register,
+    host_unregister,
+    memcpy_batch,
+    take_fault,
+    transfer,
+)
+from sgl_kvio.pool import HostKVPool
+
+__all__ = [
+    "HostKVPool",
+    "LayerwiseLoad",
+    "LayerwiseLoader",
+    "__version__",
+    "capabilities",
+    "check",
+    "device_pointer",
+    "explain",
+    "host_register",
+    "host_unregister",
+    "memcpy_batch",
+    "take_fault",
+    "transfer",
+]

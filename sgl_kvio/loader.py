@@ -1,0 +1,359 @@
+"""LayerwiseLoader: restores KV rows layer by layer, so that a forward pass starts before the last layer is in."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from sgl_kvio import ops
+
+Buffers = Sequence[torch.Tensor]
+
+
+class LayerwiseLoad(ABC):
+    """One restore in flight, as ``LayerwiseLoader.load`` returns it.
+
+    It keeps the pools' views and the index tensors alive until every layer is in place.
+    """
+
+    def __init__(self, num_layers: int, kept: object) -> None:
+        self._num_layers = num_layers
+        self._kept: object | None = kept
+
+    def wait_layer(self, layer: int) -> None:
+        """Orders the caller after layer ``layer``.
+
+        On a GPU the caller's current stream waits and the host does not. On the CPU the caller blocks until the
+        layer is in place.
+
+        Raises IndexError for a layer that the load does not have, and on the CPU whatever the copying raised.
+        """
+        if not 0 <= layer < self._num_layers:
+            raise IndexError(
+                f"LayerwiseLoad.wait_layer: layer got {layer}; the load has {self._num_layers} layers"
+            )
+        self._wait(layer)
+
+    def wait(self) -> None:
+        """Orders the caller after all layers, as ``wait_layer`` of the last one does."""
+        if self._num_layers:
+            self._wait(self._num_layers - 1)
+
+    def synchronize(self) -> None:
+        """Blocks the host until every layer is in place; on the CPU raises whatever the copying raised."""
+        if self._num_layers:
+            self._synchronize()
+        self._kept = None
+
+    def done(self) -> bool:
+        """Whether nothing of the load is in flight any more (finished or failed), without waiting."""
+        if self._kept is not None and self._is_finished():
+            self._kept = None
+        return self._kept is None
+
+    @abstractmethod
+    def _wait(self, layer: int) -> None: ...
+
+    @abstractmethod
+    def _synchronize(self) -> None: ...
+
+    @abstractmethod
+    def _is_finished(self) -> bool: ...
+
+
+class _StreamLoad(LayerwiseLoad):
+    """A load on a side stream: layers run in order, so the last event stands for all of them."""
+
+    def __init__(self, num_layers: int, kept: object, device: torch.device) -> None:
+        super().__init__(num_layers, kept)
+        self._device = device
+        # New events for every load: a reused one would make a late wait_layer wait for another load.
+        self._events = [torch.cuda.Event() for _ in range(num_layers)]
+
+    def record(self, layer: int, stream: torch.cuda.Stream) -> None:
+        """Marks ``layer`` as in place once ``stream`` gets here."""
+        self._events[layer].record(stream)
+
+    def _wait(self, layer: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._events[layer])
+
+    def _synchronize(self) -> None:
+        self._events[-1].synchronize()
+
+    def _is_finished(self) -> bool:
+        return not self._events or self._events[-1].query()
+
+
+class _ThreadLoad(LayerwiseLoad):
+    """A load on a worker thread: one future a layer."""
+
+    def __init__(self, num_layers: int, kept: object) -> None:
+        super().__init__(num_layers, kept)
+        self._futures: list[Future[None]] = [Future() for _ in range(num_layers)]
+
+    def run(self, copy_layer: Callable[[int], None]) -> None:
+        """Copies every layer; the first error is that of its layer and of all later ones."""
+        # The mode belongs to a thread, and the caller's device pool may have been made in it.
+        with torch.inference_mode():
+            for layer, future in enumerate(self._futures):
+                try:
+                    copy_layer(layer)
+                except BaseException as error:
+                    for rest in self._futures[layer:]:
+                        rest.set_exception(error)
+                    break
+                future.set_result(None)
+        self._kept = None
+
+    def _wait(self, layer: int) -> None:
+        self._futures[layer].result()
+
+    def _synchronize(self) -> None:
+        self._futures[-1].result()
+
+    def _is_finished(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+
+class LayerwiseLoader:
+    """Restores rows from a host pool into a device pool on a stream (or thread) of its own, one layer at a time.
+
+    Args:
+        host_layers: for each layer the list of its host buffers, as ``HostKVPool.layers()`` gives them: views
+            ``[slots, *row]`` or ``[pages, P, *row]``. For a GPU they are page-locked (or on that GPU).
+        device_layers: for each layer the list of its device buffers, in the same order; all on one device.
+        row_ndim, page_size, backend, num_blocks: as in ``sgl_kvio.transfer``.
+
+    Stream contract on a GPU. ``load`` makes both edges: its side stream first waits for everything that the
+    caller's current stream of the device holds by then (so a kernel that still writes or zeroes the pages is
+    finished), and records one event after each layer, which ``wait_layer`` makes the caller's current stream wait
+    for. Pages that a load writes are read only after ``wait_layer``. Loads of one loader run in the order of
+    ``load``. Host rows and index tensors must keep their contents, and a host pool its registration, until the load
+    is done; the tensors themselves are kept alive here. ``load`` cannot be captured into a CUDA graph.
+
+    Without a GPU (all tensors on the CPU) one worker thread copies, in the order of ``load``, and ``wait_layer``
+    blocks. Errors of the copying come out of ``wait_layer``, ``wait`` and ``synchronize`` of that load.
+
+    Raises ValueError when the lists do not fit together or mix devices.
+
+    Example::
+
+        loader = LayerwiseLoader(pool.layers(), device_layers, page_size=pool.page_size)
+        load = loader.load(pool.token_indices(pages), device_slots)
+        for i, block in enumerate(blocks):
+            load.wait_layer(i)
+            hidden = block(hidden)
+    """
+
+    def __init__(
+        self,
+        host_layers: Sequence[Buffers],
+        device_layers: Sequence[Buffers],
+        *,
+        row_ndim: int = 2,
+        page_size: int = 1,
+        backend: str = "auto",
+        num_blocks: int = 0,
+    ) -> None:
+        self._host = _as_layers("host_layers", host_layers)
+        self._dst = _as_layers("device_layers", device_layers)
+        self._device = _checked_device(self._host, self._dst)
+        self._num_layers = len(self._dst)
+        self._options: dict[str, Any] = {
+            "row_ndim": row_ndim,
+            "page_size": page_size,
+            "backend": backend,
+            "num_blocks": num_blocks,
+        }
+        self._lock = threading.Lock()
+        self._closed = False
+        self._newest: LayerwiseLoad | None = None
+        self._side: torch.cuda.Stream | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._in_flight: list[LayerwiseLoad] = []
+        if self._device.type == "cuda":
+            self._side = torch.cuda.Stream(device=self._device)
+            # Once is enough: the allocator looks at a block's streams when the block is freed.
+            with torch.inference_mode():
+                for buffers in self._dst:
+                    for buffer in buffers:
+                        buffer.record_stream(self._side)
+            # A loader dropped with a load in flight must not let go of what the side stream still reads.
+            # At exit nothing is given to anyone else, so there is nothing to wait for.
+            weakref.finalize(self, _synchronize_all, self._in_flight).atexit = False
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a load."""
+        return self._num_layers
+
+    @property
+    def device(self) -> torch.device:
+        """The device that loads write to."""
+        return self._device
+
+    def load(
+        self,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        *,
+        index_unit: str = "token",
+    ) -> LayerwiseLoad:
+        """Starts restoring rows ``host_indices`` into rows ``device_indices`` of every layer.
+
+        Indices are as in ``sgl_kvio.transfer``: 1-D int32 or int64 of equal length, one entry a token slot
+        (``index_unit="token"``) or page (``"page"``). CPU indices that do not fit raise here when the device is
+        a GPU; GPU indices out of range skip their rows and are reported by ``sgl_kvio.check()``.
+
+        Raises ValueError after ``close()``, RuntimeError inside a CUDA graph capture, and what
+        ``sgl_kvio.transfer`` raises (on the CPU from ``wait_layer``). After an error nothing is in flight.
+        """
+
+        host, dst, options = self._host, self._dst, dict(self._options, index_unit=index_unit)
+
+        def copy_layer(layer: int) -> None:
+            ops.transfer(dst[layer], host[layer], device_indices, host_indices, **options)
+
+        kept = (host, dst, host_indices, device_indices)
+        # Held throughout, so that layers of two loads do not mix and their order is that of the calls.
+        with self._lock:
+            self._check_open()
+            if self._side is None:
+                load = self._load_on_thread(copy_layer, kept)
+            else:
+                indices = [index for index in (host_indices, device_indices) if index.is_cuda]
+                load = self._load_on_stream(self._side, copy_layer, kept, indices)
+            self._newest = load
+            return load
+
+    def wait_layer(self, layer: int) -> None:
+        """``wait_layer`` of the newest load; returns at once when there has been none.
+
+        So model code may call it in every forward pass, whether or not that pass restores anything.
+        """
+        self._check_open()
+        newest = self._newest
+        if newest is not None:
+            newest.wait_layer(layer)
+
+    def close(self) -> None:
+        """Waits until no load is in flight, ends the worker thread, and lets go of the pools. Again: no-op.
+
+        Loads keep answering; an error that nobody waited for stays with its load.
+        """
+        with self._lock:
+            self._closed = True
+            if self._worker is not None:
+                self._worker.shutdown(wait=True)
+                self._worker = None
+            _synchronize_all(self._in_flight)
+            self._newest = None
+            self._host, self._dst = [], []
+
+    def __enter__(self) -> LayerwiseLoader:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("LayerwiseLoader: used after close()")
+
+    def _load_on_thread(self, copy_layer: Callable[[int], None], kept: object) -> LayerwiseLoad:
+        load = _ThreadLoad(self.num_layers, kept)
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvio-loader")
+        self._worker.submit(load.run, copy_layer)
+        return load
+
+    def _load_on_stream(
+        self,
+        side: torch.cuda.Stream,
+        copy_layer: Callable[[int], None],
+        kept: object,
+        indices: Sequence[torch.Tensor],
+    ) -> LayerwiseLoad:
+        # The device is selected apart from the stream: leaving the stream of another GPU would select the
+        # caller's GPU for good, which creates a context there.
+        with torch.inference_mode(), torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "LayerwiseLoader.load: got a stream that captures a CUDA graph; needs one that does not "
+                    "(sgl_kvio.transfer can be captured)"
+                )
+            load = _StreamLoad(self.num_layers, kept, self._device)
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            try:
+                with torch.cuda.stream(side):
+                    for index in indices:
+                        index.record_stream(side)
+                    for layer in range(self.num_layers):
+                        copy_layer(layer)
+                        load.record(layer, side)
+            except BaseException:
+                # Layers before the failing one may be under way, and the caller has no load to wait for.
+                side.synchronize()
+                raise
+        self._in_flight[:] = [other for other in self._in_flight if not other.done()]
+        self._in_flight.append(load)
+        return load
+
+
+def _synchronize_all(loads: list[LayerwiseLoad]) -> None:
+    while loads:
+        loads.pop().synchronize()
+
+
+def _as_layers(name: str, layers: Sequence[Buffers]) -> list[list[torch.Tensor]]:
+    """Layers as lists of tensors; a bare tensor is a layer of one buffer."""
+    result = [[layer] if isinstance(layer, torch.Tensor) else list(layer) for layer in layers]
+    for i, buffers in enumerate(result):
+        for j, buffer in enumerate(buffers):
+            if not isinstance(buffer, torch.Tensor):
+                raise ValueError(
+                    f"LayerwiseLoader: {name}[{i}][{j}] got {type(buffer).__name__}; needs a Tensor"
+                )
+    return result
+
+
+def _checked_device(host: Sequence[Buffers], device_layers: Sequence[Buffers]) -> torch.device:
+    """The one device that all device layers are on."""
+    if len(host) != len(device_layers):
+        raise ValueError(
+            f"LayerwiseLoader: host_layers got {len(host)} layers; needs {len(device_layers)}, as device_layers has"
+        )
+    for i, (sources, targets) in enumerate(zip(host, device_layers)):
+        if len(sources) != len(targets):
+            raise ValueError(
+                f"LayerwiseLoader: host_layers[{i}] got {len(sources)} buffers; needs {len(targets)}, "
+                f"as device_layers[{i}] has"
+            )
+    device = next((t.device for buffers in device_layers for t in buffers), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"LayerwiseLoader: device_layers got {device}; needs the CPU or a GPU")
+    for name, layers, allowed in (
+        ("device_layers", device_layers, (device,)),
+        ("host_layers", host, (torch.device("cpu"), device)),
+    ):
+        for i, buffers in enumerate(layers):
+            for j, buffer in enumerate(buffers):
+                if buffer.device not in allowed:
+                    needed = " or ".join(str(place) for place in dict.fromkeys(allowed))
+                    raise ValueError(
+                        f"LayerwiseLoader: {name}[{i}][{j}] got {buffer.device}; needs {needed}"
+                    )
+    return device

@@ -1,0 +1,283 @@
+"""The ops as Python functions, and their fake kernels.
+
+Every function here is the same-named op ``torch.ops.kvio.*`` with documentation; model code may call either. Ops
+raise ``RuntimeError`` whose text names the op, the argument, what it got and what it needs.
+"""
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sgl_kvio import _C  # noqa: F401  registers torch.ops.kvio
+
+_kvio = torch.ops.kvio
+
+
+def _as_list(buffers: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [buffers] if isinstance(buffers, torch.Tensor) else list(buffers)
+
+
+def transfer(
+    dst: torch.Tensor | Sequence[torch.Tensor],
+    src: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    row_ndim: int = 2,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+) -> None:
+    """Copy KV-cache rows between pools: ``dst[i][dst_indices] = src[i][src_indices]`` for every ``i``.
+
+    One call serves one buffer or all layers, K and V, on the CPU, on a GPU, or between page-locked host memory and a
+    GPU, in either direction.
+
+    Args:
+        dst: Buffers to write, strided views ``[slots, *row]`` or ``[pages, page_size, *row]``; the last ``row_ndim``
+            dims are one token's row. All on one device. A single tensor stands for a list of one.
+        src: Buffers to read, as many as ``dst``. ``src[i]`` has the dtype and row shape of ``dst[i]``; slots and
+            strides may differ, and different pairs may have different rows.
+        dst_indices: 1-D int32 or int64, on the CPU or on the GPU of the pools.
+        src_indices: Like ``dst_indices``: same dtype, length and device.
+        row_ndim: Number of trailing dims that make a row.
+        page_size: Token slots of one page. With ``index_unit="page"`` it is what an index counts; with token indices
+            it may only speed things up, never change a byte.
+        index_unit: ``"token"``: an index is a token slot. ``"page"``: index ``p`` is the ``page_size`` slots from
+            ``p * page_size`` on.
+        backend: ``"auto"``, ``"register"`` (a GPU kernel) or ``"cpu"``. A backend that cannot serve the call raises.
+        num_blocks: Most CTAs the GPU kernel may take; 0 lets the library choose.
+
+    Stream contract: with any tensor on a GPU the copy is enqueued on the caller's current stream of that GPU, after
+    everything enqueued there before, and the call returns without a host sync, with GPU indices as with CPU ones. Keep
+    the pools alive until the stream has passed. With every tensor on the CPU the copy is done on return.
+
+    Indices: CPU indices are checked before a byte moves. A GPU index outside its pool moves nothing for its entry and
+    is reported by the next call or by :func:`check`. Sources may repeat; the order in which a repeated destination is
+    written is undefined (``KVIO_DEBUG_CHECKS=1`` refuses it for CPU indices). Empty lists are a no-op.
+
+    Raises:
+        RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU call, or a fault
+            that an earlier call left.
+
+    Example::
+
+        pages = torch.tensor([7, 2])  # host pages 7, 2 -> device pages 0, 1
+        sgl_kvio.transfer(
+            [k_device, v_device], [k_host, v_host], torch.tensor([0, 1]), pages, page_size=64, index_unit="page"
+        )
+    """
+    _kvio.transfer(
+        _as_list(dst),
+        _as_list(src),
+        dst_indices,
+        src_indices,
+        row_ndim=row_ndim,
+        page_size=page_size,
+        index_unit=index_unit,
+        backend=backend,
+        num_blocks=num_blocks,
+    )
+
+
+def memcpy_batch(
+    dst: torch.Tensor | Sequence[torch.Tensor],
+    src: torch.Tensor | Sequence[torch.Tensor],
+    dst_offsets: Sequence[int],
+    src_offsets: Sequence[int],
+    nbytes: Sequence[int],
+) -> None:
+    """Copy byte ranges: ``nbytes[k]`` bytes from ``src[k]`` at ``src_offsets[k]`` to ``dst[k]`` at ``dst_offsets[k]``.
+
+    ``dst`` and ``src`` hold contiguous tensors, one a copy or exactly one for all copies. Offsets are bytes from the
+    tensor's first element. The whole plan is checked before a byte moves. Ranges written must not overlap. On a GPU
+    the copies are driver copies on the caller's current stream, without a host sync; host tensors must be page-locked.
+
+    Raises:
+        RuntimeError: lengths that differ, a range outside its tensor, a tensor that is not contiguous.
+    """
+    _kvio.memcpy_batch(
+        _as_list(dst), _as_list(src), list(dst_offsets), list(src_offsets), list(nbytes)
+    )
+
+
+def host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
+    """Page-lock the bytes of a contiguous CPU tensor, so that GPU kernels may use them.
+
+    ``chunk_bytes`` > 0 registers in chunks of that many bytes (choose a multiple of a page of the pool: a driver copy
+    must not span two chunks); all chunks count as one registration. Nothing stays registered when any chunk fails.
+    Registering the same range again does nothing. ``device_index`` -1 is the current device; only that device's
+    context is made. The memory must stay mapped until :func:`host_unregister`.
+
+    Raises:
+        RuntimeError: no GPU, overlap with an earlier registration, memory page-locked by somebody else, driver error.
+    """
+    _kvio.host_register(tensor, chunk_bytes, device_index)
+
+
+def host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:
+    """Undo :func:`host_register` for the same tensor, after waiting for the device.
+
+    Raises:
+        RuntimeError: the tensor does not start a range that :func:`host_register` page-locked.
+    """
+    _kvio.host_unregister(tensor, device_index)
+
+
+def device_pointer(tensor: torch.Tensor, device_index: int = -1) -> int:
+    """Address that the GPU uses for the first byte of ``tensor`` (a GPU tensor, or page-locked host memory)."""
+    return int(_kvio.device_pointer(tensor, device_index))
+
+
+def take_fault(device_index: int = -1) -> list[int]:
+    """The recorded index fault of a device, cleared by reading: ``[op, position, value, limit]``, or ``[]``.
+
+    ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``. Only kernels that have finished are seen;
+    synchronize first, or use :func:`check`.
+    """
+    return list(_kvio.take_fault(device_index))
+
+
+def check(device: torch.device | int | str | None = None) -> None:
+    """Wait for ``device`` (default: the current one) and raise when a transfer met an index outside its pool.
+
+    Without a GPU there is nothing to wait for: CPU calls raise by themselves.
+
+    Raises:
+        RuntimeError: names the argument, its position, value and limit. Reading clears the record.
+    """
+    if not torch.cuda.is_available():
+        return
+    resolved = torch.device("cuda") if device is None else torch.device(device)
+    if resolved.type != "cuda":
+        return
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    torch.cuda.synchronize(index)
+    fault = take_fault(index)
+    if not fault:
+        return
+    op, position, value, limit = fault
+    argument = "dst_indices" if op == 1 else "src_indices"
+    raise RuntimeError(
+        f"kvio::transfer: on cuda:{index} {argument}[{position}] was {value}; it needs 0 to {limit - 1}."
+        " That row was not moved; the others were"
+    )
+
+
+def explain(
+    dst: torch.Tensor | Sequence[torch.Tensor],
+    src: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    row_ndim: int = 2,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+) -> str:
+    """What :func:`transfer` would do with these arguments: backend, reason, launch, rows, bytes, runs. Moves nothing.
+
+    Takes the arguments of :func:`transfer` and raises what it would raise about them.
+    """
+    return str(
+        _kvio.explain(
+            _as_list(dst),
+            _as_list(src),
+            dst_indices,
+            src_indices,
+            row_ndim=row_ndim,
+            page_size=page_size,
+            index_unit=index_unit,
+            backend=backend,
+            num_blocks=num_blocks,
+        )
+    )
+
+
+def capabilities() -> dict[str, Any]:
+    """What this build and machine offer.
+
+    Keys: ``version``, ``backend`` (``"cpu"``, ``"cuda"``, ``"rocm"``), ``archs`` (list of compute capabilities with
+    machine code in the binary), ``toolkit``, ``driver`` (CUDA driver version such as 13000, 0 for none), ``devices``
+    (their number), ``entry_points`` (driver calls found), ``torch``, ``python``. Initializes no device.
+    """
+    info: dict[str, Any] = json.loads(_kvio.build_info())
+    info["archs"] = info["archs"].split()
+    info["torch"] = torch.__version__
+    info["python"] = platform.python_version()
+    return info
+
+
+def _fake_transfer(
+    dst: Sequence[torch.Tensor],
+    src: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    row_ndim: int = 2,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+) -> None:
+    return None
+
+
+def _fake_memcpy_batch(
+    dst: Sequence[torch.Tensor],
+    src: Sequence[torch.Tensor],
+    dst_offsets: Sequence[int],
+    src_offsets: Sequence[int],
+    nbytes: Sequence[int],
+) -> None:
+    return None
+
+
+def _fake_host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
+    return None
+
+
+def _fake_host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:
+    return None
+
+
+def _fake_device_pointer(tensor: torch.Tensor, device_index: int = -1) -> Any:
+    # An address is known only when the graph runs: a number here would be baked into it.
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _fake_take_fault(device_index: int = -1) -> list[int]:
+    return []
+
+
+def _fake_explain(
+    dst: Sequence[torch.Tensor],
+    src: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    row_ndim: int = 2,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+) -> str:
+    return "backend: unknown while tracing\n"
+
+
+_FAKES: dict[str, Callable[..., Any]] = {
+    "transfer": _fake_transfer,
+    "memcpy_batch": _fake_memcpy_batch,
+    "host_register": _fake_host_register,
+    "host_unregister": _fake_host_unregister,
+    "device_pointer": _fake_device_pointer,
+    "take_fault": _fake_take_fault,
+    "explain": _fake_explain,
+}
+for _name, _fake in _FAKES.items():
+    torch.library.register_fake(f"kvio::{_name}", _fake)

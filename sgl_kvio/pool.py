@@ -1,0 +1,449 @@
+"""HostKVPool: the host side of a KV cache. Memory, per-layer views, and the allocator of its pages."""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from sgl_kvio import layouts
+from sgl_kvio.memory import HostMemory, check_fits, chunk_limit_from_env, memory_limits
+
+
+class HostKVPool:
+    """A host pool of KV-cache pages: page-locked for a GPU, plain memory without one.
+
+    Args:
+        kind: ``"mha"`` (K and V of one size), ``"mla"`` (one latent, ``num_heads`` 1), ``"k_only"``, or
+            ``"asymmetric"`` (K rows of ``num_heads * head_dim``, V rows of ``num_heads * v_head_dim``).
+        layout: how (layer, page, token, head) are ordered, outermost first. L layers, N pages, P tokens a
+            page, S = N*P token slots, H heads, D head elements:
+
+            ======================  ====================  =============================
+            layout                  tensor (MHA)          ``layer(i)`` views
+            ======================  ====================  =============================
+            ``layer_first``         ``(2, L, S, H, D)``   ``[S, H, D]``
+            ``page_first``          ``(2, S, L, H, D)``   ``[S, H, D]``
+            ``page_first_direct``   ``(2, N, L, P, H, D)``  ``[N, P, H, D]``
+            ``page_head``           ``(2, N, H, P, L, D)``  ``[N, P, H, D]`` (MHA only)
+            ======================  ====================  =============================
+
+            MLA and K-only have no leading 2; asymmetric has two tensors without it.
+        num_pages, page_size, num_layers, num_heads, head_dim, v_head_dim: sizes, in pages, tokens, and
+            elements. ``v_head_dim`` is for ``"asymmetric"`` alone.
+        dtype: of the elements; any torch dtype of whole bytes that is not quantized.
+        device: the CUDA device that will use the pool (``torch.device``, ``"cuda:1"``, ``1``), or ``"cpu"``
+            for plain memory. None: the current CUDA device where there is one, else plain memory.
+        chunk_bytes: largest single registration; None takes ``KVIO_HOST_REGISTER_CHUNK_GB`` (GiB) or 256 GiB.
+        memory_limit_bytes: stands in for the system's MemAvailable; a cgroup's limit still holds.
+        reserve_bytes: host memory to leave free; None keeps min(2 GiB, 5% of the total).
+
+    Memory is exact in size, zeroed, starts at a 2 MiB boundary, asks for huge pages and prefers the GPU's NUMA
+    node. Views have rows of ``row_ndim=2`` dims and go straight into ``sgl_kvio.transfer``.
+
+    Page ids are handed out lowest first, so that pages taken together mostly lie together. The allocator may
+    be called from several threads.
+
+    Stream contract: ``alloc``, ``free`` and ``page_bytes`` order nothing. Free a page, or touch its bytes, only
+    after the transfers that use it are done. ``close()`` waits for the device before it drops the registration.
+
+    Lifetime: tensors and memoryviews taken from a pool keep its memory, not its registration. After ``close()``
+    they are plain memory, which the system gets back with the last of them.
+
+    Raises ValueError for a bad argument (named in the text), MemoryError when the pool is larger than memory or
+    cgroup allow (both sizes in the text), RuntimeError when the driver refuses to lock the pages; in each case
+    nothing stays allocated or registered.
+
+    Example::
+
+        with HostKVPool("mha", "page_first", num_pages=64, page_size=16, num_layers=4, num_heads=8,
+                        head_dim=128) as pool:
+            pages = pool.alloc(2)
+            slots = pool.token_indices(pages, num_tokens=20)
+            sgl_kvio.transfer(pool.layer(0), device_layer_0, slots, device_slots)
+            pool.free(pages)
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        layout: str,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_layers: int,
+        num_heads: int = 1,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | int | None = None,
+        chunk_bytes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        reserve_bytes: int | None = None,
+    ) -> None:
+        self._lock = threading.Lock()
+        self._memories: list[HostMemory] = []
+        self._closed = False
+        self._layout = layouts.find_layout(kind, layout)
+        self._geometry = layouts.make_geometry(
+            self._layout,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+        )
+        self._dtype = _checked_dtype(dtype)
+        self._device_index = _cuda_index(device)
+        shapes = self._layout.tensor_shapes(self._geometry)
+        self._tensor_nbytes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+        if chunk_bytes is None:
+            chunk_limit = chunk_limit_from_env()
+        else:
+            chunk_limit = _checked_int("HostKVPool: chunk_bytes", chunk_bytes, 1)
+        check_fits(self.nbytes, memory_limits(memory_limit_bytes, reserve_bytes))
+        try:
+            self._allocate(shapes, chunk_limit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocate(self, shapes: Sequence[tuple[int, ...]], chunk_limit: int) -> None:
+        for index, nbytes in enumerate(self._tensor_nbytes):
+            unit_bytes = self._layout.page_unit(self._geometry, index) * self._dtype.itemsize
+            self._memories.append(
+                HostMemory(
+                    nbytes,
+                    device_index=self._device_index,
+                    granularity_bytes=unit_bytes,
+                    chunk_limit_bytes=chunk_limit,
+                )
+            )
+        # Tensors made under inference_mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._tensors = tuple(
+                memory.tensor.view(self._dtype).view(shape)
+                for memory, shape in zip(self._memories, shapes)
+            )
+            self._layers = self._layout.layer_views(self._tensors)
+            # Free pages: ascending ids from _cursor on, and what was freed since they were last sorted.
+            self._sorted = torch.arange(self.num_pages, dtype=torch.int64, device="cpu")
+            self._cursor = 0
+            self._released: list[torch.Tensor] = []
+            self._in_use = torch.zeros(self.num_pages, dtype=torch.bool, device="cpu")
+        self._num_free = self.num_pages
+
+    # ------------------------------------------------------------------------------------------- facts
+
+    @property
+    def kind(self) -> str:
+        """The pool's kind, as given."""
+        return self._layout.kind
+
+    @property
+    def layout(self) -> str:
+        """The pool's layout, as given."""
+        return self._layout.name
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device the pool is page-locked for; ``cpu`` for plain memory. The tensors themselves are on the CPU."""
+        if self._device_index is None:
+            return torch.device("cpu")
+        return torch.device("cuda", self._device_index)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pool."""
+        return self._geometry.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Token slots in a page."""
+        return self._geometry.page_size
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        return self._geometry.num_layers
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots in the pool, ``num_pages * page_size``."""
+        return self._geometry.num_slots
+
+    @property
+    def buffer_row_bytes(self) -> tuple[int, ...]:
+        """Bytes of one token in one layer, for each buffer of a layer."""
+        heads = self._geometry.num_heads
+        return tuple(heads * dim * self._dtype.itemsize for dim in self._geometry.head_dims)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer of one buffer.
+
+        Raises ValueError where K and V differ in it; ``buffer_row_bytes`` has both.
+        """
+        sizes = self.buffer_row_bytes
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"HostKVPool: row_bytes is not one number for this pool (K and V rows have {sizes} bytes); "
+                "use buffer_row_bytes"
+            )
+        return sizes[0]
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page: all layers, all buffers."""
+        return self.page_size * self.num_layers * sum(self.buffer_row_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool, ``num_pages * page_nbytes``; exactly what is allocated and registered."""
+        return sum(self._tensor_nbytes)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the memory is page-locked now; False after ``close()``."""
+        return bool(self._memories) and all(memory.is_pinned for memory in self._memories)
+
+    # ------------------------------------------------------------------------------------------- views
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The pool's host tensors: one, or K's and V's for ``"asymmetric"``."""
+        self._check_open()
+        return self._tensors
+
+    def layer(self, index: int) -> list[torch.Tensor]:
+        """Views of one layer: ``[K, V]``, or ``[latent]`` / ``[K]``; ``[slots, H, D]`` or ``[pages, P, H, D]``.
+
+        Raises ValueError for a layer that the pool does not have, and after ``close()``.
+        """
+        self._check_open()
+        index = _checked_int("HostKVPool.layer: index", index, 0, self.num_layers - 1)
+        return list(self._layers[index])
+
+    def layers(self) -> list[list[torch.Tensor]]:
+        """``layer(i)`` of every layer, as ``LayerwiseLoader`` takes them."""
+        self._check_open()
+        return [list(buffers) for buffers in self._layers]
+
+    def all_layers(self) -> list[torch.Tensor]:
+        """The views of all layers in one flat list: K0, V0, K1, V1, ..."""
+        self._check_open()
+        return [buffer for buffers in self._layers for buffer in buffers]
+
+    def page_bytes(self, page: int) -> tuple[memoryview, ...]:
+        """The contiguous writable byte ranges that together are one page, without a copy.
+
+        ``page_first``, ``page_first_direct``, ``page_head``: one range a buffer (K, V).
+        ``layer_first``: one a layer and buffer, in the order of ``all_layers()``.
+
+        Raises ValueError for a page that the pool does not have, and after ``close()``.
+        """
+        self._check_open()
+        page = _checked_int("HostKVPool.page_bytes: page", page, 0, self.num_pages - 1)
+        itemsize = self._dtype.itemsize
+        memories = self._memories
+        return tuple(
+            memories[part.tensor].bytes_view(part.start * itemsize, part.length * itemsize)
+            for part in self._layout.page_ranges(self._geometry, page)
+        )
+
+    # ------------------------------------------------------------------------------------------- pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that ``alloc`` can still hand out."""
+        self._check_open()
+        return self._num_free
+
+    def alloc(self, n: int) -> torch.Tensor:
+        """Takes ``n`` pages; an int64 CPU tensor of their ids, which is the caller's own.
+
+        Raises RuntimeError, with both numbers, when fewer are free, and ValueError when ``n`` is not an int of
+        at least 0; the pool is then unchanged.
+        """
+        n = _checked_int("HostKVPool.alloc: n", n, 0)
+        with self._lock:
+            self._check_open()
+            if n > self._num_free:
+                raise RuntimeError(
+                    f"HostKVPool.alloc: n got {n}; {self._num_free} of {self.num_pages} pages are free"
+                )
+            if n > self._sorted.numel() - self._cursor:
+                rest = [self._sorted[self._cursor :], *self._released]
+                self._sorted, self._cursor, self._released = torch.cat(rest).sort().values, 0, []
+            pages = self._sorted[self._cursor : self._cursor + n].clone()
+            self._cursor += n
+            self._num_free -= n
+            self._in_use[pages] = True
+            return pages
+
+    def free(self, pages: torch.Tensor | Sequence[int]) -> None:
+        """Gives pages back.
+
+        ``pages`` is a 1-D int32 or int64 CPU tensor or a sequence of ints. Raises ValueError for a page that the
+        pool does not have, that is not allocated, or that is named twice; the pool is then unchanged.
+        """
+        ids = self._page_ids("free", pages)
+        with self._lock:
+            self._check_open()
+            idle = ids[~self._in_use[ids]]
+            if idle.numel():
+                raise ValueError(
+                    f"HostKVPool.free: pages got {_some(idle)}, which is not allocated (double free?)"
+                )
+            distinct, counts = ids.unique(return_counts=True)
+            if distinct.numel() != ids.numel():
+                raise ValueError(
+                    f"HostKVPool.free: pages got {_some(distinct[counts > 1])} more than once (double free)"
+                )
+            self._in_use[ids] = False
+            self._released.append(ids)
+            self._num_free += ids.numel()
+
+    def token_indices(
+        self, pages: torch.Tensor | Sequence[int], num_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Token slots of pages, in their order: an int64 CPU tensor of ``num_tokens`` entries (None: all).
+
+        Raises ValueError for a page that the pool does not have, or more tokens than the pages hold.
+
+        Example: with ``page_size=4``, ``token_indices([2, 0], 6)`` is ``[8, 9, 10, 11, 0, 1]``.
+        """
+        self._check_open()
+        ids = self._page_ids("token_indices", pages)
+        room = ids.numel() * self.page_size
+        if num_tokens is None:
+            num_tokens = room
+        num_tokens = _checked_int("HostKVPool.token_indices: num_tokens", num_tokens, 0, room)
+        offsets = torch.arange(self.page_size, dtype=torch.int64, device="cpu")
+        return (ids[:, None] * self.page_size + offsets).flatten()[:num_tokens]
+
+    def _page_ids(self, where: str, pages: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """A private int64 copy of page ids, every one of them in the pool."""
+        name = f"HostKVPool.{where}: pages"
+        if not isinstance(pages, torch.Tensor):
+            if not all(isinstance(page, int) and not isinstance(page, bool) for page in pages):
+                raise ValueError(f"{name} got {pages!r}; needs ints")
+            pages = torch.tensor(list(pages), dtype=torch.int64, device="cpu")
+        if pages.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} got dtype {pages.dtype}; needs int32 or int64")
+        if pages.device.type != "cpu" or pages.dim() != 1:
+            raise ValueError(
+                f"{name} got {pages.dim()} dims on {pages.device}; needs a 1-D tensor on the CPU"
+            )
+        ids = pages.to(torch.int64, copy=True)
+        unknown = ids[(ids < 0) | (ids >= self.num_pages)]
+        if unknown.numel():
+            raise ValueError(f"{name} got {_some(unknown)}; needs 0..{self.num_pages - 1}")
+        return ids
+
+    # ---------------------------------------------------------------------------------------- lifetime
+
+    def close(self) -> None:
+        """Waits for the device, drops the registration, and lets go of the memory. Again: no-op.
+
+        Views that are still held stay readable and writable as plain memory; the system gets the memory
+        back with the last of them. Everything else of the pool raises ValueError afterwards.
+        """
+        with self._lock:
+            self._closed = True
+            self._tensors, self._layers = (), []
+            memories, self._memories = self._memories, []
+        error: BaseException | None = None
+        for memory in reversed(memories):
+            try:
+                memory.close()
+            except Exception as failed:
+                error = error or failed
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> HostKVPool:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "page-locked" if self.is_pinned else "plain memory"
+        return (
+            f"HostKVPool({self.kind!r}, {self.layout!r}, num_pages={self.num_pages}, "
+            f"page_size={self.page_size}, num_layers={self.num_layers}, dtype={self.dtype}, "
+            f"nbytes={self.nbytes}, {state})"
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("HostKVPool: used after close()")
+
+
+def _some(ids: torch.Tensor) -> str:
+    """A few ids for an error text."""
+    shown = ids[:4].tolist()
+    return f"{shown}" if ids.numel() <= 4 else f"{shown} and {ids.numel() - 4} more"
+
+
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"HostKVPool: dtype got {dtype!r}; needs a torch.dtype")
+    # Quantized tensors carry scales that a view of bytes cannot have.
+    if str(dtype).startswith("torch.q"):
+        raise ValueError(f"HostKVPool: dtype got {dtype}; needs one without a quantizer, or uint8")
+    return dtype
+
+
+def _checked_int(name: str, value: int, low: int, high: int | None = None) -> int:
+    """``value`` as an int (anything that indexes a list counts), or ValueError naming the argument."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = low - 1
+    if number < low or (high is not None and number > high):
+        needed = f"an int of at least {low}" if high is None else f"{low}..{high}"
+        raise ValueError(f"{name} got {value!r}; needs {needed}")
+    return number
+
+
+def _cuda_index(device: torch.device | str | int | None) -> int | None:
+    """The CUDA device to lock pages for; None for plain memory."""
+    if device is None:
+        return torch.cuda.current_device() if torch.cuda.is_available() else None
+    try:
+        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"HostKVPool: device got {device!r}; needs a CUDA device or 'cpu'"
+        ) from error
+    if wanted.type == "cpu":
+        return None
+    if wanted.type != "cuda":
+        raise ValueError(f"HostKVPool: device got {device!r}; needs a CUDA device or 'cpu'")
+    count = torch.cuda.device_count()
+    index = wanted.index
+    if index is None:
+        index = torch.cuda.current_device() if count else 0
+    if index >= count:
+        raise ValueError(
+            f"HostKVPool: device got {device!r}; this process has {count} CUDA devices"
+        )
+    return index

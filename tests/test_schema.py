@@ -1,0 +1,159 @@
+"""Schemas are the public contract: their text, their mutated arguments, their fake kernels."""
+
+import inspect
+
+import cases
+import pytest
+import torch
+
+import sgl_kvio
+
+TRANSFER_OPTIONS = (
+    'int row_ndim=2, int page_size=1, str index_unit="token", str backend="auto", int num_blocks=0'
+)
+SCHEMAS = {
+    "transfer": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
+    f"{TRANSFER_OPTIONS}) -> ()",
+    "memcpy_batch": "(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, "
+    "int[] nbytes) -> ()",
+    "host_register": "(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()",
+    "host_unregister": "(Tensor(a!) tensor, int device_index=-1) -> ()",
+    "device_pointer": "(Tensor tensor, int device_index=-1) -> int",
+    "take_fault": "(int device_index=-1) -> int[]",
+    "explain": "(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
+    f"{TRANSFER_OPTIONS}) -> str",
+    "build_info": "() -> str",
+}
+MUTATED = {
+    "transfer": ["dst"],
+    "memcpy_batch": ["dst"],
+    "host_register": ["tensor"],
+    "host_unregister": ["tensor"],
+}
+
+
+def schema_of(op):
+    return getattr(torch.ops.kvio, op).default._schema
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_schema_is_the_published_one(op):
+    want = torch._C.parse_schema(f"kvio::{op}{SCHEMAS[op]}")
+    assert str(schema_of(op)) == str(want)
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_exactly_the_written_arguments_are_marked(op):
+    written = [
+        argument.name
+        for argument in schema_of(op).arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    assert written == MUTATED.get(op, [])
+
+
+def test_no_op_is_without_a_published_schema():
+    registered = {
+        name.removeprefix("kvio::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("kvio::")
+    }
+    assert registered == set(SCHEMAS)
+
+
+def fake_kernel(op):
+    entry = torch._library.simple_registry.singleton.find(f"kvio::{op}")
+    kernel = entry.fake_impl.kernel
+    return getattr(kernel, "func", kernel)
+
+
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_fake_kernel_takes_what_the_schema_says(op):
+    kernel = fake_kernel(op)
+    assert kernel is not None, f"kvio::{op} has no fake kernel"
+    parameters = list(inspect.signature(inspect.unwrap(kernel)).parameters.values())
+    arguments = schema_of(op).arguments
+    assert [p.name for p in parameters] == [a.name for a in arguments]
+    for parameter, argument in zip(parameters, arguments):
+        assert (parameter.kind is parameter.KEYWORD_ONLY) == argument.kwarg_only, argument.name
+        if argument.has_default_value():
+            assert parameter.default in (argument.default_value, parameter.empty), argument.name
+
+
+def test_the_python_functions_take_the_schemas_arguments():
+    for op in ("transfer", "memcpy_batch", "explain"):
+        parameters = inspect.signature(getattr(sgl_kvio, op)).parameters
+        arguments = {a.name: a for a in schema_of(op).arguments}
+        assert list(parameters) == list(arguments), op
+        for name, argument in arguments.items():
+            if argument.has_default_value():
+                assert parameters[name].default == argument.default_value, (op, name)
+
+
+def transfer_samples(device="cpu"):
+    """Arguments of kvio::transfer: each form that the schema allows."""
+
+    def pool(*shape, dtype=torch.float32, seed=0):
+        return cases.contiguous_pool(shape, dtype, seed).nan_to_num(0).to(device)
+
+    def index(*entries, dtype=torch.int64):
+        return torch.tensor(entries, dtype=dtype, device=device)
+
+    def i32(*entries):
+        return index(*entries, dtype=torch.int32)
+
+    yield ([pool(8, 2, 4)], [pool(8, 2, 4, seed=1)], index(1, 5), index(0, 7)), {}
+    yield (
+        (
+            [pool(8, 2, 4), pool(8, 2, 2)],
+            [pool(8, 2, 4, seed=1), pool(8, 2, 2, seed=1)],
+            i32(1, 5),
+            i32(0, 7),
+        ),
+        {"page_size": 4},
+    )
+    yield (
+        (
+            [pool(4, 2, 6)],
+            [pool(2, 4, 6, seed=1)],
+            index(1, 0),
+            index(0, 3),
+        ),
+        {"row_ndim": 1, "page_size": 2, "index_unit": "page", "num_blocks": 1},
+    )
+    yield ([pool(8, 2, 8)[:, :, :4]], [pool(8, 2, 4, seed=1)], index(1), index(0)), {}
+    yield ([], [], index(), index()), {}
+    yield ([pool(8, 2, 4)], [pool(8, 2, 4, seed=1)], index(), index()), {}
+
+
+@pytest.mark.parametrize("sample", transfer_samples(), ids=lambda s: str(s[1]) or "defaults")
+def test_opcheck_passes_on_transfer(sample):
+    arguments, options = sample
+    torch.library.opcheck(torch.ops.kvio.transfer.default, arguments, options)
+
+
+def test_opcheck_passes_on_memcpy_batch():
+    def block(seed):
+        return cases.contiguous_pool((8, 16), torch.int32, seed)
+
+    op = torch.ops.kvio.memcpy_batch.default
+    torch.library.opcheck(op, ([block(0)], [block(1)], [0, 64], [128, 3], [16, 5]))
+    torch.library.opcheck(op, ([block(0), block(2)], [block(1)], [0, 64], [128, 3], [16, 5]))
+    torch.library.opcheck(op, ([], [], [], [], []))
+
+
+# host_register and its kin do not run without a GPU: tests/gpu/test_compile.py runs them all.
+@pytest.mark.parametrize("op", ["host_register", "host_unregister", "device_pointer"])
+def test_opcheck_passes_on_host_memory_ops_without_running_them(op):
+    block = torch.zeros(4096, dtype=torch.uint8)
+    overload = getattr(torch.ops.kvio, op).default
+    torch.library.opcheck(overload, (block,), test_utils=["test_autograd_registration"])
+    with torch._subclasses.FakeTensorMode() as mode:
+        overload(mode.from_tensor(block))
+
+
+def test_opcheck_passes_on_queries():
+    torch.library.opcheck(torch.ops.kvio.take_fault.default, ())
+    torch.library.opcheck(torch.ops.kvio.build_info.default, ())
+    (arguments, options) = next(transfer_samples())
+    torch.library.opcheck(torch.ops.kvio.explain.default, arguments, options)
