@@ -1,6 +1,7 @@
-"""What every bench needs: the machine in words, clocks, link ceilings, tables and result files.
+"""What every bench needs: memory, clocks, link ceilings, the machine in words, tables, results.
 
-GB/s is 1e9 payload bytes a second, each byte counted once. Times are seconds unless a name says otherwise.
+GB/s is 1e9 payload bytes a second, each byte counted once. Times are seconds unless a name says
+otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
+from sgl_kvio.memory import HostMemory
+
 SCHEMA_VERSION = 1
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 1 << 30
@@ -30,6 +33,53 @@ MIN_REPEATS = 7
 MAX_REPEATS = 25
 # Repeats beyond the minimum stop here, so that a slow configuration cannot eat a whole run.
 SECONDS_PER_FIGURE = 0.1
+
+
+class Arena:
+    """Bytes that a bench cuts its pools from: allocated and filled with random data once.
+
+    `host` is page-locked memory (plain memory without a GPU), made as HostKVPool makes its own.
+    `mirror` holds the same bytes on the device, for checks, and is `host` itself without a GPU.
+    `device` is as large, for device pools. All three are 1-D uint8 tensors of `nbytes`.
+    """
+
+    _PIECE = 64 * MIB
+
+    def __init__(self, where: torch.device, nbytes: int) -> None:
+        self.where = where
+        self.nbytes = nbytes
+        self._memory = HostMemory(nbytes, device_index=where.index)
+        self.host = self._memory.tensor
+        self.device = torch.empty(nbytes, dtype=torch.uint8, device=where)
+        self.mirror = torch.empty_like(self.device) if where.type == "cuda" else self.host
+        fill_random(self.device)
+        fill_random(self.mirror)
+        if self.mirror is not self.host:
+            self._copy(self.host, self.mirror)
+
+    def refresh_mirror(self, nbytes: int) -> None:
+        """Brings the first `nbytes` of `mirror` up to date with what was written to `host`."""
+        if self.mirror is not self.host:
+            self._copy(self.mirror[:nbytes], self.host[:nbytes])
+
+    def close(self) -> None:
+        """Gives the memory back; tensors cut from it must be gone."""
+        synchronize(self.where)
+        del self.host, self.mirror, self.device
+        self._memory.close()
+
+    def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        pieces = zip(dst.split(self._PIECE), src.split(self._PIECE), strict=True)
+        for dst_piece, src_piece in pieces:
+            dst_piece.copy_(src_piece, non_blocking=True)
+        synchronize(self.where)
+
+
+def fill_random(flat: torch.Tensor) -> None:
+    """Overwrites a 1-D uint8 tensor with random bytes."""
+    words = flat.numel() // 8 * 8
+    flat[:words].view(torch.int64).random_()
+    flat[words:].random_(0, 256)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +214,7 @@ def measure_ceilings(device: torch.device, nbytes: int) -> dict[str, dict[str, A
     host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
     far = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     for buffer in (*host, *far):
-        buffer.view(torch.int64).random_()
+        fill_random(buffer)
     clock = device_clock(device)
     ceilings: dict[str, dict[str, Any]] = {}
     for direction, dst, src in (("H2D", far, host), ("D2H", host, far)):

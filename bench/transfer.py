@@ -4,23 +4,22 @@
     python bench/transfer.py --targets       only the promised rows, with PASS or MISS
     python bench/transfer.py --quick         a look, 30 seconds
 
-Every timed configuration moves fresh random rows and is byte-checked against a torch gather. All
-host pools are strided views of one page-locked arena, made as HostKVPool makes its memory; the GPU
-holds a copy of it for the check.
-Without a GPU the device pool is ordinary memory and the ceiling is one large memory copy.
+Every timed configuration moves random rows, other ones in every call, and is byte-checked against a
+torch gather. Without a GPU the device pool is ordinary memory and the ceiling is one memory copy.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
+import itertools
 import math
 import secrets
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,12 @@ from common import (
     GIB,
     MIB,
     RESULTS,
+    Arena,
     Clock,
     WallClock,
     describe_machine,
     device_clock,
+    fill_random,
     host_cost_us,
     machine_slug,
     machine_title,
@@ -45,7 +46,7 @@ from common import (
 
 import sgl_kvio
 from sgl_kvio.layouts import find_layout, make_geometry
-from sgl_kvio.memory import HostMemory, memory_limits
+from sgl_kvio.memory import memory_limits
 
 PAGE = 64
 MHA_ROWS = (512, 1024, 2048)
@@ -53,38 +54,38 @@ MLA_ROWS = (576, 1152)
 ODD_ROWS = (132, 656, 4680)
 SM_BACKENDS = ("register", "tma")
 GPU_BACKENDS = (*SM_BACKENDS, "copy_engine")
-# What a torch user would write without this library; rows move through a gather on the host.
+# What a torch user would write without this library.
 TORCH_PATHS = ("torch_index", "torch_fancy")
 
 
 # --- What is measured -----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     """One configuration. `row_bytes` is one token in one layer of one buffer.
 
     `layers_per_call` is 1 (rotating through the pool's layers) or the whole pool. `pattern` is
-    "pages" (permuted pages of `page_size` tokens), "scattered" (single tokens in random order) or
+    "pages" (permuted pages of 64 tokens), "scattered" (single tokens in random order) or
     "host_order" (scattered tokens, sorted by host address).
     """
 
-    backend: str
-    direction: str
-    layout: str
-    row_bytes: int
     layers_per_call: int
     tokens: int
     pool_layers: int
     pool_slots: int
-    pattern: str
+    backend: str = "register"
+    direction: str = "H2D"
+    layout: str = "layer_first"
+    row_bytes: int = 512
+    pattern: str = "pages"
     num_blocks: int = 0
     index_dtype: str = "int64"
     index_unit: str = "token"
 
     @property
     def kind(self) -> str:
-        return "mla" if self.row_bytes in (*MLA_ROWS, *ODD_ROWS) else "mha"
+        return "mha" if self.row_bytes in MHA_ROWS else "mla"
 
     @property
     def buffers(self) -> int:
@@ -104,24 +105,25 @@ class Case:
 
     @property
     def index_place(self) -> str:
-        """Where the op wants indices: "gpu", "cpu", or "own" (each beside its pool)."""
+        """Where the indices lie: "gpu", "cpu", or "own" (each list beside its pool)."""
         if self.backend in TORCH_PATHS:
             return "own"
         return "gpu" if self.backend in ("auto", *SM_BACKENDS) else "cpu"
 
     def as_record(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "kind": self.kind,
-            "buffers": self.buffers,
-            "page_size": self.page_size,
-            "index_place": self.index_place,
-            "payload_bytes": self.payload_bytes,
-            "pool_bytes": self.pool_bytes,
-        }
+        names = ("kind", "buffers", "page_size", "payload_bytes", "pool_bytes", "index_place")
+        return {**asdict(self), **{name: getattr(self, name) for name in names}}
+
+    def __str__(self) -> str:
+        """In words, without the number of CTAs."""
+        rows = f"{self.row_bytes} B {'K+V' if self.buffers == 2 else 'MLA'}"
+        words = f"{self.backend:<11} {self.direction} {self.layout:<17} {rows:>10} {self.pattern}"
+        if self.index_unit == "page":
+            return f"{words} x {self.tokens // PAGE}"
+        return f"{words} over {self.pool_bytes / GIB:.3g} GiB" if self.pool_layers == 1 else words
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Sizes:
     """How much one machine is asked to move."""
 
@@ -146,13 +148,13 @@ GPU_SIZES = Sizes(
     growth_pages=tuple(4**power for power in range(9)),
     span_gib=(0.5, 1, 4, 16),
     span_tokens=131072,
-    bytes_per_repeat=256 * MIB,
+    bytes_per_repeat=512 * MIB,
     ceiling_bytes=256 * MIB,
 )
 CPU_SIZES = Sizes(
     layers=4,
     restore_tokens=8192,
-    restore_slots=32768,
+    restore_slots=24576,
     write_back_tokens=4096,
     write_back_slots=16384,
     growth_pages=tuple(4**power for power in range(6)),
@@ -163,7 +165,7 @@ CPU_SIZES = Sizes(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Target:
     """GB/s that the register kernel owes for some configurations, by number of CTAs."""
 
@@ -186,219 +188,100 @@ TARGETS = (
 # Host microseconds a call may cost, by number of buffers in it.
 CALL_COST_TARGETS_US = {2: 8.0, 64: 40.0}
 
+# Configurations that differ only in the number of CTAs: one printed line.
+Group = list[Case]
+
 
 class Plan:
-    """Lists configurations for one machine; a group shares all but the number of CTAs."""
+    """Which configurations one machine measures."""
 
-    def __init__(self, sizes: Sizes, backends: Sequence[str]) -> None:
+    def __init__(self, sizes: Sizes, backends: Sequence[str], arena_bytes: int) -> None:
         self.sizes = sizes
         self.backends = backends
-
-    def one_layer(self, backend: str, direction: str, row_bytes: int, **rest: Any) -> Case:
-        return Case(
-            backend=backend,
-            direction=direction,
-            row_bytes=row_bytes,
-            layers_per_call=1,
-            tokens=self.sizes.restore_tokens,
-            pool_layers=self.sizes.layers,
-            pool_slots=self.sizes.restore_slots,
-            **rest,
+        self.arena_bytes = arena_bytes
+        self.one_layer = Case(1, sizes.restore_tokens, sizes.layers, sizes.restore_slots)
+        self.all_layers = Case(
+            sizes.layers, sizes.write_back_tokens, sizes.layers, sizes.write_back_slots
         )
 
-    def all_layers(self, backend: str, direction: str, row_bytes: int, **rest: Any) -> Case:
-        return Case(
-            backend=backend,
-            direction=direction,
-            row_bytes=row_bytes,
-            layers_per_call=self.sizes.layers,
-            tokens=self.sizes.write_back_tokens,
-            pool_layers=self.sizes.layers,
-            pool_slots=self.sizes.write_back_slots,
-            **rest,
-        )
-
-    def targets(self) -> Iterator[list[Case]]:
+    def targets(self) -> Iterator[tuple[Target, Group]]:
         for target in TARGETS:
-            make = self.one_layer if target.direction == "H2D" else self.all_layers
+            base = self.one_layer if target.direction == "H2D" else self.all_layers
+            base = replace(base, direction=target.direction, layout=target.layout)
             for row in target.rows:
-                yield [
-                    make(
-                        "register",
-                        target.direction,
-                        row,
-                        layout=target.layout,
-                        pattern=target.pattern,
-                        num_blocks=ctas,
-                    )
-                    for ctas in target.gbps_by_ctas
-                ]
+                case = replace(base, row_bytes=row, pattern=target.pattern)
+                yield target, _by_ctas(case, tuple(target.gbps_by_ctas))
 
-    def grid(
-        self,
-        make: Callable[..., Case],
-        direction: str,
-        *,
-        layouts: Sequence[str],
-        rows: Sequence[int],
-        ctas: Sequence[int],
-        **rest: Any,
-    ) -> Iterator[list[Case]]:
-        for backend in self.backends:
-            for layout in layouts:
-                for row in rows:
-                    for pattern in ("pages", "scattered"):
-                        yield [
-                            make(
-                                backend,
-                                direction,
-                                row,
-                                layout=layout,
-                                pattern=pattern,
-                                num_blocks=blocks,
-                                **rest,
-                            )
-                            for blocks in (ctas if backend in SM_BACKENDS else (0,))
-                        ]
-
-    def torch_paths(self, rows: Sequence[int]) -> Iterator[list[Case]]:
-        for path in TORCH_PATHS:
-            for layout in ("layer_first", "page_first"):
-                for row in rows:
-                    yield [self.one_layer(path, "H2D", row, layout=layout, pattern="scattered")]
-                yield [self.all_layers(path, "D2H", rows[0], layout=layout, pattern="scattered")]
-
-    def growth(self) -> Iterator[list[Case]]:
-        """One layer of 512-byte K+V rows, from one page to as many as the sizes say."""
-        pages = self.sizes.growth_pages
-        for backend in self.backends:
-            for count in pages:
-                yield [
-                    Case(
-                        backend=backend,
-                        direction="H2D",
-                        layout="layer_first",
-                        row_bytes=512,
-                        layers_per_call=1,
-                        tokens=count * PAGE,
-                        pool_layers=1,
-                        pool_slots=pages[-1] * PAGE,
-                        pattern="pages",
-                        index_unit="page",
-                    )
-                ]
-
-    def large_pools(self) -> Iterator[list[Case]]:
-        """Scattered rows over a growing span of host memory: address translation, not the link."""
-        for backend in self.backends:
-            for row in (512, 1152):
-                for span in self.sizes.span_gib:
-                    for pattern in ("scattered", "host_order"):
-                        slots = (
-                            int(span * GIB) // (row * (1 if row in MLA_ROWS else 2) * PAGE) * PAGE
-                        )
-                        case = Case(
-                            backend=backend,
-                            direction="H2D",
-                            layout="layer_first",
-                            row_bytes=row,
-                            layers_per_call=1,
-                            tokens=min(self.sizes.span_tokens, slots // PAGE * PAGE),
-                            pool_layers=1,
-                            pool_slots=slots,
-                            pattern=pattern,
-                        )
-                        ctas = (8, 0) if backend in SM_BACKENDS else (0,)
-                        yield [dataclasses.replace(case, num_blocks=blocks) for blocks in ctas]
-
-    def quick(self) -> Iterator[tuple[str, Iterable[list[Case]]]]:
-        layouts, rows, ctas = ("layer_first", "page_first"), (512, 1152), (1, 2, 4)
-        yield (
-            "restore, one layer",
-            self.grid(self.one_layer, "H2D", layouts=layouts, rows=rows, ctas=ctas),
-        )
-        yield (
-            "write-back, all layers",
-            self.grid(self.all_layers, "D2H", layouts=layouts, rows=rows, ctas=ctas),
-        )
+    def quick(self) -> Iterator[tuple[str, Iterable[Group]]]:
+        write_back = replace(self.all_layers, direction="D2H")
+        some = (("layer_first", "page_first"), (512, 1152), (1, 2, 4))
+        yield "restore, one layer", self.grid(self.one_layer, *some)
+        yield "write-back, all layers", self.grid(write_back, *some)
         yield "plain torch", self.torch_paths((512,))
 
-    def full(self) -> Iterator[tuple[str, Iterable[list[Case]]]]:
+    def full(self) -> Iterator[tuple[str, Iterable[Group]]]:
         layouts = ("layer_first", "page_first", "page_first_direct")
-        rows, ctas = (*MHA_ROWS, *MLA_ROWS), (1, 2, 4, 8, 0)
-        some = {"layouts": layouts[:2], "rows": (512, 1152)}
-        yield (
-            "restore, one layer",
-            self.grid(self.one_layer, "H2D", layouts=layouts, rows=rows, ctas=ctas),
-        )
-        yield (
-            "write-back, all layers",
-            self.grid(self.all_layers, "D2H", layouts=layouts, rows=rows, ctas=ctas),
-        )
+        every = (layouts, (*MHA_ROWS, *MLA_ROWS), (1, 2, 4, 8, 0))
+        some = (layouts[:2], (512, 1152), (1, 2, 4, 0))
+        odd = (layouts[:2], ODD_ROWS, (1, 2, 4, 0))
+        write_back = replace(self.all_layers, direction="D2H")
+        int32 = replace(self.one_layer, index_dtype="int32")
+        yield "restore, one layer", self.grid(self.one_layer, *every)
+        yield "write-back, all layers", self.grid(write_back, *every)
         yield "plain torch", self.torch_paths((512, 1152, 2048))
-        yield "growth, page indices", self.growth()
+        yield "growth, page indices (with latency)", self.growth()
         yield "large host pools", self.large_pools()
-        yield (
-            "restore, one layer, odd rows",
-            self.grid(self.one_layer, "H2D", layouts=layouts[:2], rows=ODD_ROWS, ctas=(1, 2, 4, 0)),
-        )
-        yield (
-            "restore, one layer, int32 indices",
-            self.grid(self.one_layer, "H2D", ctas=(1, 4), index_dtype="int32", **some),
-        )
-        yield (
-            "restore, all layers",
-            self.grid(self.all_layers, "H2D", ctas=(1, 2, 4, 0), **some),
-        )
+        yield "restore, one layer, odd rows", self.grid(self.one_layer, *odd)
+        yield "restore, one layer, int32 indices", self.grid(int32, *some)
+        yield "restore, all layers", self.grid(self.all_layers, *some)
         yield (
             "write-back, one layer",
-            self.grid(self.one_layer, "D2H", ctas=(1, 2, 4, 0), **some),
+            self.grid(replace(self.one_layer, direction="D2H"), *some),
         )
 
+    def grid(
+        self, base: Case, layouts: Sequence[str], rows: Sequence[int], ctas: Sequence[int]
+    ) -> Iterator[Group]:
+        patterns = ("pages", "scattered")
+        for backend, layout, row, pattern in itertools.product(
+            self.backends, layouts, rows, patterns
+        ):
+            case = replace(base, backend=backend, layout=layout, row_bytes=row, pattern=pattern)
+            yield _by_ctas(case, ctas)
 
-# --- Pools ----------------------------------------------------------------------------------
+    def torch_paths(self, restore_rows: Sequence[int]) -> Iterator[Group]:
+        for path, layout in itertools.product(TORCH_PATHS, ("layer_first", "page_first")):
+            mine: dict[str, Any] = {"backend": path, "layout": layout}
+            for row in restore_rows:
+                yield [replace(self.one_layer, row_bytes=row, **mine)]
+            yield [replace(self.all_layers, direction="D2H", **mine)]
+
+    def growth(self) -> Iterator[Group]:
+        """One layer of 512-byte K+V rows, from one page to as many as there is room for."""
+        one_page = Case(1, PAGE, 1, PAGE, index_unit="page")
+        room = self.arena_bytes // one_page.pool_bytes
+        counts = [count for count in self.sizes.growth_pages if count <= room]
+        for backend, count in itertools.product(self.backends, counts):
+            slots = counts[-1] * PAGE
+            yield [replace(one_page, backend=backend, tokens=count * PAGE, pool_slots=slots)]
+
+    def large_pools(self) -> Iterator[Group]:
+        """Scattered rows over a growing span of host memory: address translation, not the link."""
+        for backend, row, span, pattern in itertools.product(
+            self.backends, (512, 1152), self.sizes.span_gib, ("scattered", "host_order")
+        ):
+            case = Case(1, 0, 1, 1, backend=backend, row_bytes=row, pattern=pattern)
+            slots = int(span * GIB) // (case.pool_bytes * PAGE) * PAGE
+            case = replace(case, pool_slots=slots, tokens=min(self.sizes.span_tokens, slots))
+            yield _by_ctas(case, (8, 0))
 
 
-class Arena:
-    """The memory every configuration's pools are cut from, allocated and filled once.
+def _by_ctas(case: Case, ctas: Sequence[int]) -> Group:
+    counts = ctas if case.backend in SM_BACKENDS else (0,)
+    return [replace(case, num_blocks=count) for count in counts]
 
-    `host` is the host pool's bytes (page-locked beside a GPU), `mirror` the same bytes on the
-    device, `device` the device pool's. Without a GPU `mirror` is `host` itself.
-    """
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self.where = device
-        self.nbytes = nbytes
-        self._memory = HostMemory(nbytes, device_index=device.index)
-        self.host = self._memory.tensor
-        self.device = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            self.mirror = torch.empty_like(self.device)
-            self.mirror.view(torch.int64).random_()
-            for host, mirror in zip(self._pieces(self.host), self._pieces(self.mirror)):
-                host.copy_(mirror)
-        else:
-            self.mirror = self.host
-            self.host.view(torch.int64).random_()
-        self.device.view(torch.int64).random_()
-
-    def refresh_mirror(self, nbytes: int) -> None:
-        """Brings the first `nbytes` of `mirror` up to date with what a write-back wrote."""
-        if self.mirror is self.host:
-            return
-        pairs = zip(self._pieces(self.host[:nbytes]), self._pieces(self.mirror[:nbytes]))
-        for host, mirror in pairs:
-            mirror.copy_(host, non_blocking=True)
-        synchronize(self.where)
-
-    def close(self) -> None:
-        synchronize(self.where)
-        del self.host, self.mirror, self.device
-        self._memory.close()
-
-    @staticmethod
-    def _pieces(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return flat.split(64 * MIB)
+# --- One configuration ----------------------------------------------------------------------
 
 
 def pool_layers(flat: torch.Tensor, case: Case, layout: str) -> list[list[torch.Tensor]]:
@@ -418,18 +301,14 @@ def pool_layers(flat: torch.Tensor, case: Case, layout: str) -> list[list[torch.
 
 
 def gather(view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows at token `slots` of a flat or paged view, by torch."""
-    if view.dim() == 4:
-        return view[slots // PAGE, slots % PAGE]
-    return view[slots]
+    """The rows at token `slots` of a flat or paged view, by torch, as comparable integers."""
+    rows = view[slots // PAGE, slots % PAGE] if view.dim() == 4 else view[slots]
+    return rows.view(torch.int16)
 
 
-# --- One configuration ----------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Rows:
-    """One set of rows to move: token slots on the device for checks, indices as the op gets them."""
+    """One set of rows to move: token slots on the device for the check, indices for the call."""
 
     host_slots: torch.Tensor
     device_slots: torch.Tensor
@@ -445,16 +324,15 @@ class Job:
     def __init__(self, case: Case, arena: Arena, generator: torch.Generator) -> None:
         self.case = case
         self._arena = arena
-        self._device = arena.where
         self._host = pool_layers(arena.host, case, case.layout)
         self._mirror = pool_layers(arena.mirror, case, case.layout)
         self._far = pool_layers(arena.device, case, "layer_first")
-        self._sets = self._draw_rows(generator)
-        self._mover = mover(case)
+        self._sets = self._draw_sets(generator)
+        self._move = mover(case)
 
     def call(self, number: int) -> None:
-        """Call `number` of many: other rows, and another layer, than the calls before it."""
-        self._mover(*self.arguments(number))
+        """Call `number` of many: other rows, or another layer, than the calls before it."""
+        self._move(*self.arguments(number))
 
     def arguments(self, number: int) -> tuple[Any, ...]:
         """dst, src, dst_indices, src_indices of call `number`."""
@@ -466,23 +344,20 @@ class Job:
 
     def moves_exact_bytes(self) -> bool:
         """Runs call 0 on content that no earlier call has seen and compares all of its rows."""
-        written = self._arena.device[: self.case.pool_bytes]
+        device_pool = self._arena.device[: self.case.pool_bytes]
         if self.case.direction == "H2D":
-            written.zero_()
+            device_pool.zero_()
         else:
-            written[: written.numel() // 8 * 8].view(torch.int64).random_()
-        synchronize(self._device)
+            fill_random(device_pool)
+        synchronize(self._arena.where)
         self.call(0)
-        synchronize(self._device)
+        synchronize(self._arena.where)
         if self.case.direction == "D2H":
             self._arena.refresh_mirror(self.case.pool_bytes)
         rows = self._sets[0]
         pairs = zip(self._buffers(self._mirror, 0), self._buffers(self._far, 0), strict=True)
         return all(
-            torch.equal(
-                gather(host, rows.host_slots).view(torch.int16),
-                gather(far, rows.device_slots).view(torch.int16),
-            )
+            torch.equal(gather(host, rows.host_slots), gather(far, rows.device_slots))
             for host, far in pairs
         )
 
@@ -491,41 +366,34 @@ class Job:
             return layers[number % len(layers)]
         return [buffer for layer in layers for buffer in layer]
 
-    def _draw_rows(self, generator: torch.Generator) -> list[Rows]:
-        host, far = (_shuffled(self.case, self._device, generator) for _ in range(2))
-        count = min(self.MAX_SETS, host.numel() // self.case.tokens)
-        return [
-            self._rows(*(side[at * self.case.tokens :][: self.case.tokens] for side in (host, far)))
-            for at in range(count)
-        ]
+    def _draw_sets(self, generator: torch.Generator) -> list[Rows]:
+        """Disjoint sets of rows, so that no call finds its rows in a cache from the one before."""
+        host, far = (self._shuffled_slots(generator) for _ in range(2))
+        tokens = self.case.tokens
+        count = min(self.MAX_SETS, host.numel() // tokens)
+        sets = zip(host.split(tokens)[:count], far.split(tokens)[:count], strict=True)
+        return [self._rows(host_slots, device_slots) for host_slots, device_slots in sets]
+
+    def _shuffled_slots(self, generator: torch.Generator) -> torch.Tensor:
+        """All token slots of the pool in the order of the pattern, int64 on the device."""
+        run, where = self.case.page_size, self._arena.where
+        runs = torch.randperm(self.case.pool_slots // run, generator=generator, device=where)
+        return (runs[:, None] * run + torch.arange(run, device=where)).flatten()
 
     def _rows(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Rows:
-        case = self.case
-        if case.pattern == "host_order":
+        if self.case.pattern == "host_order":
             host_slots = host_slots.sort().values
-        host_place, device_place = {
-            "gpu": (self._device, self._device),
-            "cpu": (torch.device("cpu"), torch.device("cpu")),
-            "own": (torch.device("cpu"), self._device),
-        }[case.index_place]
-
-        def indices(slots: torch.Tensor, place: torch.device) -> torch.Tensor:
-            wanted = slots[::PAGE] // PAGE if case.index_unit == "page" else slots
-            return wanted.to(place, getattr(torch, case.index_dtype))
-
+        place, cpu, where = self.case.index_place, torch.device("cpu"), self._arena.where
         return Rows(
             host_slots,
             device_slots,
-            indices(host_slots, host_place),
-            indices(device_slots, device_place),
+            self._indices(host_slots).to(where if place == "gpu" else cpu),
+            self._indices(device_slots).to(cpu if place == "cpu" else where),
         )
 
-
-def _shuffled(case: Case, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """All token slots of the pool in the order of the pattern, int64 on the device."""
-    run = case.page_size
-    starts = torch.randperm(case.pool_slots // run, generator=generator, device=device) * run
-    return (starts[:, None] + torch.arange(run, device=device)).flatten()
+    def _indices(self, slots: torch.Tensor) -> torch.Tensor:
+        wanted = slots[::PAGE] // PAGE if self.case.index_unit == "page" else slots
+        return wanted.to(getattr(torch, self.case.index_dtype))
 
 
 def mover(case: Case) -> Callable[..., None]:
@@ -549,10 +417,16 @@ def _torch_index(
     dst_indices: torch.Tensor,
     src_indices: torch.Tensor,
 ) -> None:
-    """index_select, one copy over the link, index_copy_."""
+    """The careful way: index_select, one copy over the link through pinned memory, index_copy_."""
     for target, source in zip(dst, src, strict=True):
-        packed = source.index_select(0, src_indices).to(target.device, non_blocking=True)
-        target.index_copy_(0, dst_indices, packed)
+        shape = (src_indices.numel(), *source.shape[1:])
+        on_gpu = target.is_cuda or source.is_cuda
+        packed = torch.empty(shape, dtype=source.dtype, pin_memory=on_gpu)
+        if source.is_cuda:
+            packed.copy_(source.index_select(0, src_indices))
+        else:
+            torch.index_select(source, 0, src_indices, out=packed)
+        target.index_copy_(0, dst_indices, packed.to(target.device, non_blocking=target.is_cuda))
 
 
 def _torch_fancy(
@@ -572,79 +446,65 @@ def _torch_fancy(
 class Run:
     """Measures configurations one after another and keeps what it found."""
 
-    def __init__(self, device: torch.device, arena: Arena, options: Options) -> None:
-        self.device = device
-        self.arena = arena
+    def __init__(self, options: Options, arena: Arena) -> None:
         self.sizes = options.sizes
-        self.ceilings = measure_ceilings(device, options.sizes.ceiling_bytes)
+        self.ceilings = measure_ceilings(options.device, options.sizes.ceiling_bytes)
         self.records: list[dict[str, Any]] = []
         self.call_costs: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
         self.skipped: list[dict[str, Any]] = []
         self.mismatches: list[dict[str, Any]] = []
+        self._arena = arena
+        self._device = options.device
         self._deadline = time.monotonic() + options.budget_s
-        self._generator = torch.Generator(device=device).manual_seed(options.seed)
-        self._clock = device_clock(device)
+        self._generator = torch.Generator(options.device).manual_seed(options.seed)
+        self._clock = device_clock(options.device)
         self._by_case: dict[Case, dict[str, Any]] = {}
 
     def find(self, case: Case) -> dict[str, Any] | None:
         """The record of a configuration, when it was measured."""
         return self._by_case.get(case)
 
-    def section(self, title: str, groups: Iterable[list[Case]]) -> None:
-        """Measures groups and prints one line for each: GB/s and share of the ceiling."""
+    def section(self, title: str, groups: Iterable[Group]) -> None:
+        """Measures groups and prints a line for each: GB/s and share of the ceiling, by CTAs."""
         print(f"\n{title}")
         for group in groups:
             cells = [self._cell(case) for case in group]
-            print(f"  {label(group[0])}  {'  '.join(cells)}", flush=True)
+            print(f"  {group[0]!s:<70}{'  '.join(cells)}", flush=True)
 
-    def call_cost(self, buffers: int, backend: str, index_place: str) -> None:
-        """Host time of a small call over `buffers` buffers of 512-byte K+V rows."""
+    def call_cost(self, backend: str, buffers: int, index_place: str) -> bool:
+        """Host time of a small call over `buffers` buffers of K+V rows; False when refused."""
         layers = buffers // 2
-        case = Case(
-            backend=backend,
-            direction="H2D" if layers == 1 else "D2H",
-            layout="layer_first",
-            row_bytes=512,
-            layers_per_call=layers,
-            tokens=PAGE,
-            pool_layers=layers,
-            pool_slots=64 * PAGE,
-            pattern="pages",
-        )
-        if case.pool_bytes > self.arena.nbytes:
-            self.skipped.append({**case.as_record(), "reason": "pool larger than the arena"})
-            return
-        job = Job(case, self.arena, self._generator)
-        dst, src, dst_indices, src_indices = job.arguments(0)
+        case = Case(layers, PAGE, layers, 2 * PAGE, backend=backend)
+        if self._is_skipped(case):
+            return False
+        dst, src, *indices = Job(case, self._arena, self._generator).arguments(0)
         if index_place == "cpu":
-            dst_indices, src_indices = dst_indices.cpu(), src_indices.cpu()
-        call = functools.partial(mover(case), dst, src, dst_indices, src_indices)
+            indices = [index.cpu() for index in indices]
         try:
-            cost = host_cost_us(call, self.device, calls=600)
+            cost = host_cost_us(
+                functools.partial(mover(case), dst, src, *indices), self._device, calls=600
+            )
         except RuntimeError as error:
             self._refuse(case, error)
-            return
-        self.call_costs.append(
-            {"backend": backend, "buffers": buffers, "index_place": index_place, **cost}
-        )
+            return False
+        what = {"backend": backend, "buffers": buffers, "index_place": index_place}
+        self.call_costs.append({**what, **cost})
+        return True
 
     def _cell(self, case: Case) -> str:
-        mark = f"q{case.num_blocks}:" if case.num_blocks else ""
         record = self._by_case.get(case) or self._measure(case)
+        mark = f"q{case.num_blocks} " if case.num_blocks else ""
         if record is None:
-            return f"{mark}{'-':>6}{'':7}"
-        late = f" {record['latency_us']:.0f} us" if record["latency_us"] is not None else ""
-        return f"{mark}{record['gbps_median']:6.2f} ({record['ratio']:.2f}){late}"
+            return f"{mark}{'-':>12}"
+        text = f"{mark}{record['gbps_median']:5.2f} ({record['ratio']:.2f})"
+        latency = record["latency_us"]
+        return text if latency is None else f"{text} {latency:.0f} us"
 
     def _measure(self, case: Case) -> dict[str, Any] | None:
-        if case.pool_bytes > self.arena.nbytes:
-            self.skipped.append({**case.as_record(), "reason": "pool larger than the arena"})
+        if self._is_skipped(case):
             return None
-        if time.monotonic() > self._deadline:
-            self.skipped.append({**case.as_record(), "reason": "out of time (--budget)"})
-            return None
-        job = Job(case, self.arena, self._generator)
+        job = Job(case, self._arena, self._generator)
         try:
             job.call(0)
         except RuntimeError as error:
@@ -653,99 +513,115 @@ class Run:
         clock: Clock = self._clock
         calls = min(64, math.ceil(self.sizes.bytes_per_repeat / case.payload_bytes))
         if case.backend in TORCH_PATHS:
-            # Host gathers are host work: events would not see them, and one call is long enough.
-            clock, calls = WallClock(self.device), 1
+            # Host gathers are host work that events would not see, and one call is long enough.
+            clock, calls = WallClock(self._device), 1
         timing = time_calls(job.call, calls, clock)
-        latency = time_calls(job.call, 1, WallClock(self.device)) if is_growth(case) else None
+        latency_us = None
+        if case.index_unit == "page":
+            latency_us = time_calls(job.call, 1, WallClock(self._device)).median_s * 1e6
         rates = timing.rates(case.payload_bytes)
         record = {
             **case.as_record(),
             **rates,
             "ratio": rates["gbps_median"] / self.ceilings[case.direction]["gbps_median"],
             "us_per_call": timing.median_s * 1e6,
-            "latency_us": latency.median_s * 1e6 if latency else None,
+            "latency_us": latency_us,
             "repeats": timing.repeats,
             "calls_per_repeat": timing.calls_per_repeat,
             "clock": type(clock).__name__,
         }
         if not job.moves_exact_bytes():
-            print(f"  WRONG BYTES: {case}", flush=True)
+            print(f"  WRONG BYTES: {case!r}", flush=True)
             self.mismatches.append(record)
             return None
         self.records.append(record)
         self._by_case[case] = record
         return record
 
+    def _is_skipped(self, case: Case) -> bool:
+        if case.pool_bytes > self._arena.nbytes:
+            reason = "the pool is larger than --pool-gib"
+        elif time.monotonic() > self._deadline:
+            reason = "out of time (--budget)"
+        else:
+            return False
+        self.skipped.append({**case.as_record(), "reason": reason})
+        return True
+
     def _refuse(self, case: Case, error: RuntimeError) -> None:
         """Notes an error of the op's front door; any other error ends the run."""
         reason = str(error).strip().splitlines()[0]
-        if not reason.startswith("kvio::"):
+        if "kvio::" not in reason:
             raise error
         self.refused.append({**case.as_record(), "reason": reason})
 
 
-def is_growth(case: Case) -> bool:
-    return case.index_unit == "page"
-
-
-def label(case: Case) -> str:
-    """A configuration in words, without its number of CTAs."""
-    rows = f"{case.row_bytes:>4} B {'K+V' if case.buffers == 2 else 'MLA'}"
-    words = [f"{case.backend:<11} {case.direction} {case.layout:<17} {rows} {case.pattern:<10}"]
-    if is_growth(case):
-        words.append(f"{case.tokens // PAGE:>6} pages")
-    elif case.pool_layers == 1:
-        words.append(f"{case.pool_bytes / GIB:>5.1f} GiB pool")
-    return " ".join(words)
+def accepted_backends(run: Run, wanted: Sequence[str]) -> tuple[str, ...]:
+    """Those of the wanted backends that take a small transfer here, with their cost of a call."""
+    accepted = []
+    for backend in wanted:
+        place = Case(1, PAGE, 1, PAGE, backend=backend).index_place
+        if not run.call_cost(backend, 2, place):
+            print(f"without {backend}: {(run.refused or run.skipped)[-1]['reason']}")
+            continue
+        accepted.append(backend)
+        run.call_cost(backend, 64, place)
+        if place == "gpu":
+            run.call_cost(backend, 2, "cpu")
+    return tuple(accepted)
 
 
 def judge(run: Run, plan: Plan) -> list[dict[str, Any]]:
     """Every target with what was measured for it; "MISS" also where nothing was."""
     verdicts = []
-    groups = plan.targets()
-    for target in TARGETS:
-        for _ in target.rows:
-            for case in next(groups):
-                record = run.find(case)
-                value = record["gbps_median"] if record else None
-                wanted = target.gbps_by_ctas[case.num_blocks]
-                verdicts.append(
-                    {
-                        "what": label(case),
-                        "num_blocks": case.num_blocks,
-                        "unit": "GB/s",
-                        "target": wanted,
-                        "value": value,
-                        "ratio": record["ratio"] if record else None,
-                        "verdict": "PASS" if value is not None and value >= wanted else "MISS",
-                    }
-                )
+    for target, group in plan.targets():
+        for case in group:
+            record = run.find(case) or {"gbps_median": None, "ratio": None}
+            value, wanted = record["gbps_median"], target.gbps_by_ctas[case.num_blocks]
+            verdicts.append(
+                {
+                    "what": str(case),
+                    "num_blocks": case.num_blocks,
+                    "unit": "GB/s",
+                    "target": wanted,
+                    "value": value,
+                    "ratio": record["ratio"],
+                    "verdict": "PASS" if value is not None and value >= wanted else "MISS",
+                }
+            )
+    costs = {
+        cost["buffers"]: cost["cpu_us_median"]
+        for cost in run.call_costs
+        if cost["backend"] == "register" and cost["index_place"] == "gpu"
+    }
     for buffers, limit in CALL_COST_TARGETS_US.items():
-        found = [c for c in run.call_costs if c["buffers"] == buffers and c["index_place"] == "gpu"]
-        cost = min((c["cpu_us_median"] for c in found if c["backend"] == "register"), default=None)
+        value = costs.get(buffers)
         verdicts.append(
             {
                 "what": f"host time of a call with {buffers} buffers",
                 "num_blocks": 0,
                 "unit": "us",
                 "target": limit,
-                "value": cost,
+                "value": value,
                 "ratio": None,
-                "verdict": "PASS" if cost is not None and cost <= limit else "MISS",
+                "verdict": "PASS" if value is not None and value <= limit else "MISS",
             }
         )
     return verdicts
 
 
 def print_verdicts(verdicts: list[dict[str, Any]]) -> None:
-    rows = []
-    for item in verdicts:
-        value = "-" if item["value"] is None else f"{item['value']:.2f}"
-        ratio = "" if item["ratio"] is None else f"{item['ratio']:.2f}"
-        ctas = str(item["num_blocks"] or "")
-        sign = "<=" if item["unit"] == "us" else ">="
-        wanted = f"{sign} {item['target']:g} {item['unit']}"
-        rows.append([item["what"], ctas, value, wanted, ratio, item["verdict"]])
+    rows = [
+        [
+            item["what"],
+            str(item["num_blocks"] or ""),
+            "-" if item["value"] is None else f"{item['value']:.2f}",
+            f"{'<=' if item['unit'] == 'us' else '>='} {item['target']:g} {item['unit']}",
+            "" if item["ratio"] is None else f"{item['ratio']:.2f}",
+            item["verdict"],
+        ]
+        for item in verdicts
+    ]
     print("\ntargets")
     print_table(["what", "CTAs", "measured", "target", "of ceiling", "verdict"], rows)
     passed = sum(item["verdict"] == "PASS" for item in verdicts)
@@ -766,10 +642,64 @@ def print_call_costs(costs: list[dict[str, Any]]) -> None:
     print_table(["call", "median", "min", "p90"], rows)
 
 
+def print_drift(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> None:
+    """Says when the yardstick itself moved during the run: then something else used the machine."""
+    for direction, ceiling in before.items():
+        was, now = ceiling["gbps_median"], after[direction]["gbps_median"]
+        if abs(now / was - 1) > 0.03:
+            print(f"NOTE: {direction} ceiling went from {was:.2f} to {now:.2f} GB/s: measure again")
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """One run: ceilings first, then everything the mode asks for. Returns what the JSON holds."""
+    started = time.monotonic()
+    machine = describe_machine(options.device)
+    machine["sgl_kvio"] = sgl_kvio.__version__
+    print(machine_title(machine), flush=True)
+    arena = Arena(options.device, arena_bytes(options))
+    run = Run(options, arena)
+    for direction, ceiling in run.ceilings.items():
+        print(f"ceiling {direction} {ceiling['gbps_median']:.2f} GB/s, contiguous")
+    print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
+
+    plan = Plan(options.sizes, accepted_backends(run, options.backends), arena.nbytes)
+    judged = options.device.type == "cuda" and "register" in plan.backends
+    judged = judged and options.mode != "quick"
+    if judged:
+        run.section("targets", (group for _, group in plan.targets()))
+    sections = {"full": plan.full, "quick": plan.quick, "targets": lambda: ()}[options.mode]
+    for title, groups in sections():
+        run.section(title, groups)
+    print_call_costs(run.call_costs)
+    ceilings_after = measure_ceilings(options.device, options.sizes.ceiling_bytes)
+    print_drift(run.ceilings, ceilings_after)
+    verdicts = judge(run, plan) if judged else []
+    if verdicts:
+        print_verdicts(verdicts)
+    arena.close()
+    return {
+        "question": "transfer",
+        "mode": options.mode,
+        "command": options.command,
+        "seed": options.seed,
+        "machine": machine,
+        "host_pool_gib": arena.nbytes / GIB,
+        "wall_seconds": time.monotonic() - started,
+        "ceilings": run.ceilings,
+        "ceilings_after": ceilings_after,
+        "records": run.records,
+        "call_costs": run.call_costs,
+        "targets": verdicts,
+        "refused": run.refused,
+        "skipped": run.skipped,
+        "mismatches": run.mismatches,
+    }
+
+
 # --- Command line ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Options:
     """The command line, resolved for one machine."""
 
@@ -786,132 +716,80 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    parser = argparse.ArgumentParser(
-        description="How fast is kvio::transfer?", formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="How fast is kvio::transfer?")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--quick", action="store_true", help="a look in 30 seconds")
     mode.add_argument("--targets", action="store_true", help="only the promised rows, PASS or MISS")
-    parser.add_argument("--device", default=None, help="cuda, cuda:1, cpu (default: a GPU if any)")
-    parser.add_argument("--backends", default="", help="comma list (default: all that accept)")
-    parser.add_argument("--pool-gib", type=float, default=None, help="host memory to use")
-    parser.add_argument("--tokens", type=int, default=None, help="tokens a call, a multiple of 64")
-    parser.add_argument("--layers", type=int, default=None, help="layers of a pool")
-    parser.add_argument("--budget", type=float, default=None, help="start nothing after SECONDS")
-    parser.add_argument("--seed", type=int, default=None, help="default: fresh, and recorded")
-    parser.add_argument("--out", type=Path, default=None, help="JSON (default: bench/results/...)")
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
+    parser.add_argument("--backends", help="comma list (default: all that accept a transfer)")
+    parser.add_argument("--pool-gib", type=float, help="host memory to use (default: by mode)")
+    parser.add_argument("--tokens", type=int, help="tokens of a call, a multiple of 64")
+    parser.add_argument("--layers", type=int, help="layers of a pool")
+    parser.add_argument("--budget", type=float, help="start no measurement after SECONDS")
+    parser.add_argument("--seed", type=int, help="default: a fresh one, which the JSON records")
+    parser.add_argument("--out", type=Path, help="JSON (default: bench/results/, named by device)")
     parser.add_argument("--png", action="store_true", help="draw the JSON into a PNG beside it")
     args = parser.parse_args(argv)
+    if args.tokens is not None and (args.tokens < PAGE or args.tokens % PAGE):
+        parser.error(f"--tokens got {args.tokens}, needs a positive multiple of {PAGE}")
+    if args.layers is not None and args.layers < 1:
+        parser.error(f"--layers got {args.layers}, needs at least 1")
 
-    on_gpu = torch.cuda.is_available()
-    device = torch.device(args.device or ("cuda" if on_gpu else "cpu"))
-    if device.type == "cuda":
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     elif args.targets:
-        parser.error("--targets: the targets are an H200's; this run has no GPU")
+        parser.error("--targets needs a GPU: the promised figures are an H200's")
     name = "targets" if args.targets else "quick" if args.quick else "full"
-    sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
-    if args.tokens is not None:
-        if args.tokens < PAGE or args.tokens % PAGE:
-            parser.error(f"--tokens got {args.tokens}, needs a positive multiple of {PAGE}")
-        sizes = dataclasses.replace(
-            sizes,
-            restore_tokens=args.tokens,
-            restore_slots=2 * args.tokens,
-            write_back_tokens=args.tokens,
-            write_back_slots=2 * args.tokens,
-        )
-    if args.layers is not None:
-        if args.layers < 1:
-            parser.error(f"--layers got {args.layers}, needs at least 1")
-        sizes = dataclasses.replace(sizes, layers=args.layers)
-    gpu_gib = {"full": 16.0, "quick": 4.0, "targets": 8.0}[name]
-    shown = [arg for arg in argv if arg != str(args.out)]
+    known = ",".join(GPU_BACKENDS) if on_gpu else "cpu"
+    gpu_pool_gib = {"full": 16.0, "quick": 4.0, "targets": 8.0}
+    budget_s = {"full": 130.0, "quick": 20.0, "targets": 45.0}
     return Options(
         mode=name,
         device=device,
-        backends=tuple(filter(None, args.backends.split(","))),
-        sizes=sizes,
-        pool_gib=args.pool_gib or (gpu_gib if device.type == "cuda" else 0.5),
-        budget_s=args.budget or {"full": 130.0, "quick": 20.0, "targets": 45.0}[name],
+        backends=tuple((args.backends or known).split(",")),
+        sizes=_sizes(GPU_SIZES if on_gpu else CPU_SIZES, args.tokens, args.layers),
+        pool_gib=args.pool_gib or (gpu_pool_gib[name] if on_gpu else 0.5),
+        budget_s=args.budget or (budget_s[name] if on_gpu else min(50.0, budget_s[name])),
         seed=secrets.randbits(31) if args.seed is None else args.seed,
         out=args.out,
         png=args.png,
-        # An --out path would carry a machine's folders into a committed file.
-        command=shlex.join(["python", "bench/transfer.py", *(a for a in shown if a != "--out")]),
+        command=_command(argv, args.out),
+    )
+
+
+def _command(argv: Sequence[str], out: Path | None) -> str:
+    """The command line without --out, whose folders of this machine would be committed with it."""
+    kept = [arg for arg in argv if arg not in ("--out", str(out)) and not arg.startswith("--out=")]
+    return shlex.join(["python", "bench/transfer.py", *kept])
+
+
+def _sizes(sizes: Sizes, tokens: int | None, layers: int | None) -> Sizes:
+    if layers is not None:
+        sizes = replace(sizes, layers=layers)
+    if tokens is None:
+        return sizes
+    return replace(
+        sizes,
+        restore_tokens=tokens,
+        restore_slots=2 * tokens,
+        write_back_tokens=tokens,
+        write_back_slots=2 * tokens,
     )
 
 
 def arena_bytes(options: Options) -> int:
-    """What was asked for, within half of the free host memory and a third of the GPU's."""
-    limits = [options.pool_gib * GIB, (memory_limits().allowed_bytes or math.inf) / 2]
+    """What was asked for, within half of what host memory allows and a third of the GPU's."""
+    allowed = memory_limits().allowed_bytes or math.inf
     if options.device.type == "cuda":
-        limits.append(torch.cuda.mem_get_info(options.device)[0] / 3)
+        free_on_gpu, _ = torch.cuda.mem_get_info(options.device)
+        allowed = min(allowed / 2, free_on_gpu / 3)
     else:
-        limits[1] /= 2  # The device pool is host memory too.
-    return int(min(limits)) // MIB * MIB
-
-
-def accepted_backends(run: Run, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The wanted backends (default: every known one) that take a small transfer here."""
-    known = GPU_BACKENDS if run.device.type == "cuda" else ("cpu",)
-    accepted = []
-    for backend in wanted or known:
-        before = len(run.call_costs)
-        place = "gpu" if backend in ("auto", *SM_BACKENDS) else "cpu"
-        for buffers in (2, 64):
-            run.call_cost(buffers, backend, place)
-        if len(run.call_costs) > before:
-            accepted.append(backend)
-            if backend == "register":
-                run.call_cost(2, backend, "cpu")
-        else:
-            print(f"backend {backend}: {(run.refused or run.skipped)[-1]['reason']}")
-    return tuple(accepted)
-
-
-def measure(options: Options) -> dict[str, Any]:
-    """One run: ceilings first, then everything the mode asks for. Returns what the JSON holds."""
-    started = time.monotonic()
-    machine = describe_machine(options.device)
-    machine["sgl_kvio"] = getattr(sgl_kvio, "__version__", None)
-    print(machine_title(machine), flush=True)
-    arena = Arena(options.device, arena_bytes(options))
-    run = Run(options.device, arena, options)
-    for direction, ceiling in run.ceilings.items():
-        print(f"ceiling {direction} {ceiling['gbps_median']:.2f} GB/s, contiguous")
-    print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
-
-    backends = accepted_backends(run, options.backends)
-    plan = Plan(options.sizes, backends)
-    judged = options.device.type == "cuda" and "register" in backends and options.mode != "quick"
-    if judged:
-        run.section("targets, by CTAs (qN): GB/s (share of the ceiling)", plan.targets())
-    if options.mode != "targets":
-        for title, groups in plan.full() if options.mode == "full" else plan.quick():
-            run.section(title, groups)
-    print_call_costs(run.call_costs)
-    verdicts = judge(run, plan) if judged else []
-    if verdicts:
-        print_verdicts(verdicts)
-    arena.close()
-    return {
-        "question": "transfer",
-        "mode": options.mode,
-        "command": options.command,
-        "seed": options.seed,
-        "machine": machine,
-        "host_pool_gib": arena.nbytes / GIB,
-        "wall_seconds": time.monotonic() - started,
-        "ceilings": run.ceilings,
-        "records": run.records,
-        "call_costs": run.call_costs,
-        "targets": verdicts,
-        "refused": run.refused,
-        "skipped": run.skipped,
-        "mismatches": run.mismatches,
-    }
+        # The device pool is host memory too.
+        allowed = allowed / 4
+    return int(min(options.pool_gib * GIB, allowed)) // MIB * MIB
 
 
 def main(argv: Sequence[str]) -> int:

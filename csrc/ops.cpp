@@ -188,7 +188,9 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
 }
 #endif
 
+// Calls without a tensor to dispatch on.
 STABLE_TORCH_LIBRARY_IMPL(kvio, CompositeExplicitAutograd, m) {
+  m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_cpu));
   m.impl("take_fault", TORCH_BOX(&kvio::take_fault));
   m.impl("build_info", TORCH_BOX(&kvio::build_info));
 }

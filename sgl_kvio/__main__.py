@@ -14,14 +14,15 @@ from sgl_kvio import demo, doctor
 from sgl_kvio._version import __version__
 
 DEMO_HELP = """\
-A Llama-architecture decoder with random weights reads a text. Its KV cache is written back to a host
-pool, the device pool is overwritten, and the pages are restored layer by layer while the next chunk
-runs. The last line is "logits identical" when every logit equals the never-evicted run's bit for bit.
-Needs the extra: pip install 'sgl_kvio[demo]'. Downloads nothing."""
+A Llama-architecture decoder with random weights reads a text. Its KV cache is written back to a
+host pool, the device pool is overwritten, and the pages are restored layer by layer while the next
+chunk runs. The last line is "logits identical" when every logit equals the never-evicted run's bit
+for bit. Needs the extra: pip install 'sgl_kvio[demo]'. Downloads nothing."""
 
 DOCTOR_HELP = """\
-Prints versions, devices, the architectures in the binary, the driver's entry points, how much memory
-can be page-locked, and what transfer would choose for common KV shapes. Needs no GPU and no driver."""
+Prints versions, devices, the architectures in the binary, the driver's entry points, how much
+memory can be page-locked, and what transfer would choose for common KV shapes. Needs no GPU and no
+driver."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -50,8 +51,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--model",
         choices=tuple(demo.MODELS),
         default=default.model,
-        help="whose sizes to take (default: %(default)s); on a CPU KV heads and head_dim stay as they "
-        "are, layers and widths shrink",
+        help="whose sizes to take (default: %(default)s); on a CPU KV heads and head_dim stay as "
+        "they are, layers and widths shrink",
     )
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is a GPU, else cpu")
     add(
@@ -65,7 +66,8 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--chunk",
         type=int,
         metavar="N",
-        help="tokens of a prefill step and of the next chunk (default: 256 on a CPU, 2048 on a GPU)",
+        help="tokens of a prefill step and of the next chunk "
+        "(default: 256 on a CPU, 2048 on a GPU)",
     )
     add(
         "--decode",

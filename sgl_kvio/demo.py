@@ -1,10 +1,11 @@
-"""The main job, end to end: a decoder's KV cache leaves the device pool, comes back, and nothing changes.
+"""The main job, end to end: a decoder's KV cache leaves the device pool and comes back unchanged.
 
-A Llama-architecture model of Hugging Face transformers (random weights) reads a text twice. The first
-run keeps its KV cache. In the second one the prefix's pages are written back to a `HostKVPool`, the
-device pool is filled with NaN bytes, and a `LayerwiseLoader` restores the pages, to other places of the
-device pool, while the model already works on the next chunk. Both runs do the same arithmetic on the
-same shapes, so every logit must agree bit for bit; any difference is a byte that was moved wrongly.
+A Llama-architecture model of Hugging Face transformers (random weights) reads a text twice. The
+first run keeps its KV cache. In the second one the prefix's pages are written back to a
+`HostKVPool`, the device pool is filled with NaN bytes, and a `LayerwiseLoader` restores the pages,
+to other places of the device pool, while the model already works on the next chunk. Both runs do
+the same arithmetic on the same shapes, so every logit must agree bit for bit; any difference is a
+byte that was moved wrongly.
 
 The command line is in `__main__.py`; `run` here is the whole demo:
 
@@ -31,15 +32,19 @@ from typing import Any, TextIO
 import torch
 
 from sgl_kvio._version import __version__
+from sgl_kvio.layouts import combinations
 from sgl_kvio.loader import LayerwiseLoad, LayerwiseLoader
+from sgl_kvio.memory import memory_limits
 from sgl_kvio.ops import capabilities, check, explain, transfer
 from sgl_kvio.pool import HostKVPool
 
 VOCAB_SIZE = 256  # a token is a byte of the text
-LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+LAYOUTS = tuple(layout for kind, layout in combinations() if kind == "mha")
 DTYPE = torch.bfloat16
 TIMED_REPEATS = 5
 CEILING_BYTES = 256 << 20
+# The cache's interface moved within transformers 5; 5.17 and 5.24 were tried, 5.0 does not work.
+OLDEST_TRANSFORMERS = (5, 17)
 
 
 class DemoError(Exception):
@@ -67,8 +72,8 @@ class ModelShape:
         return 2 * self.layers * self.row_bytes
 
 
-# Public configurations of the models. A "-like" model has parts that a Llama decoder lacks (QK norms,
-# biases); its sizes are the same. `tiny` is no real model: it is there for quick tests.
+# Public configurations of the models. A "-like" model has parts that a Llama decoder lacks (QK
+# norms, biases); its sizes are the same. `tiny` is no real model: it is there for quick tests.
 MODELS = {
     "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, 14336),
     "llama-3.2-3b": ModelShape(28, 3072, 24, 8, 128, 8192),
@@ -82,7 +87,7 @@ DEFAULT_MODEL = "llama-3.1-8b"
 
 
 def scaled_for_cpu(shape: ModelShape) -> ModelShape:
-    """The shape that runs on a CPU: KV heads and head_dim (so the KV row) stay, the rest shrinks."""
+    """The shape for a CPU: KV heads and head_dim, so the KV row, stay; the rest shrinks."""
     return ModelShape(
         layers=min(shape.layers, 8),
         hidden=min(shape.hidden, 256),
@@ -95,7 +100,7 @@ def scaled_for_cpu(shape: ModelShape) -> ModelShape:
 
 @dataclasses.dataclass(frozen=True)
 class DemoOptions:
-    """What the demo runs; None takes the default of the device (`for_device`).
+    """What the demo runs. None: a GPU where there is one, the README, sizes that suit the device.
 
     tokens       prefix that is evicted and restored; rounded down to whole pages, as engines do
     chunk        tokens of one prefill step and of the next chunk
@@ -144,6 +149,11 @@ class Plan:
         return math.ceil(self.total_tokens / self.options.page_size)
 
     @property
+    def device_pool_pages(self) -> int:
+        """Twice the sequence: the restore goes to pages that the prefix was not computed in."""
+        return 2 * self.sequence_pages
+
+    @property
     def moved_bytes(self) -> int:
         return self.prefix_tokens * self.shape.token_bytes
 
@@ -153,7 +163,7 @@ class Plan:
         return [self.chunk] * whole + ([rest] if rest else [])
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Options, text
 
 
@@ -177,7 +187,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def read_text(path: str | None) -> tuple[bytes, str]:
-    """The text and the name of its source: the file, else the README, else the package description."""
+    """The text and its source: the file, else the README, else the package's description."""
     if path is not None:
         try:
             text = Path(path).read_bytes()
@@ -214,10 +224,12 @@ def make_plan(options: DemoOptions) -> Plan:
         if value < smallest:
             raise DemoError(f"{name} got {value}, needs at least {smallest}")
     if tokens < options.page_size:
-        raise DemoError(f"--tokens got {tokens}, needs at least one page ({options.page_size} tokens)")
+        raise DemoError(
+            f"--tokens got {tokens}, needs at least one page ({options.page_size} tokens)"
+        )
     text, source = read_text(options.text)
     shape = MODELS[options.model]
-    return Plan(
+    plan = Plan(
         options=options,
         device=device,
         shape=shape if on_gpu else scaled_for_cpu(shape),
@@ -227,6 +239,21 @@ def make_plan(options: DemoOptions) -> Plan:
         text=text,
         text_source=source,
     )
+    _check_memory(plan)
+    return plan
+
+
+def _check_memory(plan: Plan) -> None:
+    """On a CPU both pools share the memory that `HostKVPool` checks for its own part only."""
+    allowed = memory_limits().allowed_bytes
+    pools = (
+        plan.moved_bytes + plan.device_pool_pages * plan.options.page_size * plan.shape.token_bytes
+    )
+    if plan.device.type == "cpu" and allowed is not None and pools > allowed:
+        raise DemoError(
+            f"--tokens {plan.prefix_tokens}: both pools need {pools / 1e9:.1f} GB, this machine "
+            f"allows {allowed / 1e9:.1f} GB"
+        )
 
 
 def text_tokens(plan: Plan) -> torch.Tensor:
@@ -237,12 +264,12 @@ def text_tokens(plan: Plan) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8).to(torch.int64).to(plan.device)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Device pool, cache, model
 
 
 class DeviceKVPool:
-    """The pages on the device: K and V of every layer as flat `[slots, kv_heads, head_dim]` views."""
+    """The pages on the device: K and V of every layer as `[slots, kv_heads, head_dim]` views."""
 
     def __init__(self, shape: ModelShape, num_pages: int, page_size: int, device: torch.device):
         self.page_size = page_size
@@ -259,7 +286,7 @@ class DeviceKVPool:
         return [buffer for layer in self.layers for buffer in layer]
 
     def scrub(self) -> None:
-        """Fills the pool with 0xFF bytes, NaN in bfloat16: a row that nobody restores poisons the logits."""
+        """Fills the pool with 0xFF bytes, NaN in bfloat16: an unrestored row poisons the logits."""
         self._storage.view(torch.uint8).fill_(0xFF)
 
     def slots_of(self, pages: torch.Tensor) -> torch.Tensor:
@@ -271,8 +298,8 @@ class DeviceKVPool:
 class PagedLayer:
     """One layer of the paged cache, as the model sees it; mixed into transformers' layer class.
 
-    update() writes the new rows into their pages and gathers all rows so far. When a restore is under
-    way, it first makes the current stream wait for this layer, and only for this one.
+    update() writes the new rows into their pages and gathers all rows so far. When a restore is
+    under way, it first makes the current stream wait for this layer, and only for this one.
     """
 
     is_sliding = False
@@ -316,18 +343,22 @@ class PagedLayer:
 
 
 def load_transformers() -> Any:
-    """The transformers module, never touching the network; DemoError when it is missing or too old."""
+    """The transformers module, kept off the network; DemoError when missing or too old."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ.setdefault(name, "1")
+    oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+    wanted = f"the demo needs Hugging Face transformers {oldest} or newer"
+    install = "pip install 'sgl_kvio[demo]'"
     try:
         import transformers
-        from transformers.cache_utils import Cache, CacheLayerMixin  # noqa: F401
+        import transformers.cache_utils
 
+        found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+        if found < OLDEST_TRANSFORMERS:
+            raise DemoError(f"{wanted}, found {transformers.__version__}: {install}")
         transformers.LlamaForCausalLM  # noqa: B018  the lazy import happens here
-    except (ImportError, AttributeError) as error:
-        raise DemoError(
-            f"the demo needs Hugging Face transformers ({error}): pip install 'sgl_kvio[demo]'"
-        ) from error
+    except ImportError as error:
+        raise DemoError(f"{wanted} ({error}): {install}") from error
     return transformers
 
 
@@ -393,21 +424,23 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic_arithmetic() -> Iterator[None]:
-    """Both runs must use the same kernels in the same order; leaves torch's settings as they were."""
+    """Asks torch for the same kernels in both runs; leaves its settings as they were."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    # Its stubs do not know the module's one setting. Filling costs time and hides nothing here.
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Progress, time
 
 
@@ -488,7 +521,7 @@ def measure_ceiling(device: torch.device) -> Ceiling:
     return Ceiling(CEILING_BYTES / to_device, CEILING_BYTES / to_host)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The two runs
 
 
@@ -568,7 +601,7 @@ def count_runs(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 class Demo:
-    """One demo on one machine: builds the model and the pools, runs both runs, prints the report."""
+    """Model, device pool and placement of one demo, and its two runs."""
 
     def __init__(self, plan: Plan, progress: Progress):
         self.plan = plan
@@ -583,7 +616,7 @@ class Demo:
         progress.step()
         generator = torch.Generator().manual_seed(plan.options.seed)
         self.device_pool = DeviceKVPool(
-            plan.shape, 2 * plan.sequence_pages, plan.options.page_size, plan.device
+            plan.shape, plan.device_pool_pages, plan.options.page_size, plan.device
         )
         # The first half of a permutation is where the prefix is computed, the second, disjoint half
         # is where it comes back to.
@@ -609,7 +642,7 @@ class Demo:
         return transcript
 
     def evicted_run(self, host: HostKVPool, host_pages: torch.Tensor) -> Transcript:
-        """Prefill, write-back, scrub, then the next chunk beside the restore to other pages, decode."""
+        """Prefill, write-back, scrub, the next chunk beside the restore to other pages, decode."""
         plan = self.plan
         transcript = Transcript()
         self.progress.begin("second run: the prefix is computed, written back, and scrubbed")
@@ -619,34 +652,29 @@ class Demo:
             lambda: prefill(self.decoder, cache, plan, self.tokens, transcript, self.progress),
             plan.device,
         )
-        # Timed here, not in the reference run, whose first calls warm the kernels up. The rows that it
-        # leaves behind the prefix are scrubbed with the rest.
+        # Timed here, not in the reference run, whose first calls warm the kernels up. The rows that
+        # it leaves behind the prefix are scrubbed with the rest.
         self.figures.chunk_alone, _ = seconds_of(
             lambda: self.decoder.logits(self.next_chunk, cache), plan.device
         )
         self.progress.step()
-        self.figures.write_back = median_seconds(lambda: self.write_back(host, host_pages), plan.device)
+        self.figures.write_back = median_seconds(
+            lambda: self.write_back(host, host_pages), plan.device
+        )
         self.progress.step()
         self.device_pool.scrub()
 
         self.progress.begin("the prefix comes back, layer by layer, beside the next chunk")
-        loader = LayerwiseLoader(
-            host.layers(),
-            self.device_pool.layers,
-            page_size=plan.options.page_size,
-            backend=plan.options.backend,
-            num_blocks=plan.options.num_blocks,
-        )
-        self.figures.restore = median_seconds(
-            lambda: self.restore(loader, host_pages).synchronize(), plan.device
-        )
-        self.device_pool.scrub()
-        self.progress.step()
-
         cache = self.decoder.new_cache(self.device_pool, self.second_pages)
-        self.figures.chunk_restoring, logits = seconds_of(
-            lambda: self.chunk_beside_restore(loader, host_pages, cache), plan.device
-        )
+        with self.new_loader(host) as loader:
+            self.figures.restore = median_seconds(
+                lambda: self.restore(loader, host_pages).synchronize(), plan.device
+            )
+            self.device_pool.scrub()
+            self.progress.step()
+            self.figures.chunk_restoring, logits = seconds_of(
+                lambda: self.chunk_beside_restore(loader, host_pages, cache), plan.device
+            )
         transcript.add("next chunk", logits)
         self.progress.step()
         decode(self.decoder, cache, plan, logits[-1], transcript, self.progress)
@@ -661,10 +689,18 @@ class Demo:
             **self.transfer_options(),
         )
 
-    def restore(self, loader: LayerwiseLoader, host_pages: torch.Tensor) -> LayerwiseLoad:
-        return loader.load(
-            host_pages, self.second_pages[: self.plan.num_pages], index_unit="page"
+    def new_loader(self, host: HostKVPool) -> LayerwiseLoader:
+        options = self.plan.options
+        return LayerwiseLoader(
+            host.layers(),
+            self.device_pool.layers,
+            page_size=options.page_size,
+            backend=options.backend,
+            num_blocks=options.num_blocks,
         )
+
+    def restore(self, loader: LayerwiseLoader, host_pages: torch.Tensor) -> LayerwiseLoad:
+        return loader.load(host_pages, self.second_pages[: self.plan.num_pages], index_unit="page")
 
     def chunk_beside_restore(
         self, loader: LayerwiseLoader, host_pages: torch.Tensor, cache: Any
@@ -689,17 +725,17 @@ class Demo:
         }
 
     def choice(self, host: HostKVPool, host_pages: torch.Tensor) -> str:
-        """What `explain` says about the restore; raises when the backend cannot serve it."""
+        """What `explain` says about restoring a layer; raises when the backend cannot serve it."""
         return explain(
-            self.device_pool.all_layers,
-            host.all_layers(),
+            self.device_pool.layers[0],
+            host.layer(0),
             self.second_pages[: self.plan.num_pages],
             host_pages,
             **self.transfer_options(),
         )
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Report
 
 
@@ -726,11 +762,12 @@ def print_setup(plan: Plan, decoder: Decoder, build_seconds: float) -> None:
     print(
         f"model       {plan.options.model}{scaled}: {shape.layers} layers, "
         f"{shape.kv_heads} KV heads x {shape.head_dim}, hidden {shape.hidden}, bfloat16, "
-        f"{decoder.num_parameters / 1e6:,.0f} M random weights in {build_seconds:.1f} s"
+        f"{decoder.num_parameters / 1e6:,.1f} M random weights in {build_seconds:.1f} s"
     )
     print(
-        f"text        {plan.text_source}, {len(plan.text):,} bytes{repeated}: {plan.prefix_tokens:,} "
-        f"tokens to evict, a next chunk of {plan.chunk:,}, {plan.decode} decode steps"
+        f"text        {plan.text_source}, {len(plan.text):,} bytes{repeated}: "
+        f"{plan.prefix_tokens:,} tokens to evict, a next chunk of {plan.chunk:,}, "
+        f"{plan.decode} decode steps"
     )
 
 
@@ -741,10 +778,7 @@ def print_choice(host: HostKVPool, plan: Plan, text: str) -> None:
         f"{plan.options.page_size} tokens, K and V rows of {plan.shape.row_bytes} B, "
         f"{host.nbytes / 1e6:,.1f} MB {memory}"
     )
-    first, *rest = text.strip().splitlines() or [""]
-    print(f"choice      {first}")
-    for line in rest:
-        print(f"            {line}")
+    print(f"a layer     {'; '.join(text.strip().splitlines())}")
 
 
 def print_figures(demo: Demo, ceiling: Ceiling, runs: tuple[int, int]) -> None:
@@ -752,7 +786,8 @@ def print_figures(demo: Demo, ceiling: Ceiling, runs: tuple[int, int]) -> None:
     link = "link" if plan.device.type == "cuda" else "memcpy"
     print(
         f"moved       {plan.num_pages:,} pages, {plan.prefix_tokens:,} tokens, {plan.shape.layers} "
-        f"layers, K and V: {plan.moved_bytes:,} bytes each way, runs {runs[0]:,} back, {runs[1]:,} in"
+        f"layers, K and V: {plan.moved_bytes:,} bytes each way; runs of consecutive pages: "
+        f"{runs[0]:,} back, {runs[1]:,} in"
     )
     for name, seconds, limit in (
         ("write-back", figures.write_back, ceiling.to_host),
@@ -760,8 +795,9 @@ def print_figures(demo: Demo, ceiling: Ceiling, runs: tuple[int, int]) -> None:
     ):
         rate = plan.moved_bytes / seconds
         print(
-            f"{name:11} {seconds * 1e3:.2f} ms, {rate / 1e9:.2f} GB/s, {100 * rate / limit:.0f}% of "
-            f"the {limit / 1e9:.2f} GB/s {link} ceiling (median of {TIMED_REPEATS})"
+            f"{name:11} {seconds * 1e3:.2f} ms, {rate / 1e9:.2f} GB/s, "
+            f"{100 * rate / limit:.0f}% of the {limit / 1e9:.2f} GB/s {link} ceiling "
+            f"(median of {TIMED_REPEATS})"
         )
     print(
         f"recompute   {figures.prefill * 1e3:.1f} ms to compute the same prefix, "
@@ -787,14 +823,17 @@ def run(options: DemoOptions) -> int:
         with deterministic_arithmetic(), torch.no_grad():
             return _run(plan, progress)
     except torch.OutOfMemoryError as error:
-        raise DemoError(f"out of device memory, use a smaller --model or --tokens: {error}") from error
+        raise DemoError(
+            f"out of device memory, use a smaller --model or --tokens: {error}"
+        ) from error
     finally:
         progress.close()
 
 
 def _run(plan: Plan, progress: Progress) -> int:
-    demo = Demo(plan, progress)
+    # The pool first: it refuses at once what does not fit, a large model takes seconds.
     with _host_pool(plan) as host:
+        demo = Demo(plan, progress)
         host_pages = _shuffled(host.alloc(plan.num_pages), demo.generator)
         try:
             choice = demo.choice(host, host_pages)

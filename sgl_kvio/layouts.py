@@ -1,4 +1,4 @@
-"""The one table of host pool layouts: which tensors a pool has and where each layer's rows lie in them.
+"""The one table of host pool layouts: a pool's tensors, and where each layer's rows lie in them.
 
 Every other room sees only strided views, so a layout is one line here and nothing anywhere else.
 The layouts and their names are the ones that SGLang's HiCache host pools use.
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one pool. ``head_dims`` has one entry a buffer of a layer (K and V, or the latent)."""
+    """Sizes of one pool. ``head_dims`` has one entry a buffer of a layer (K, V; or the latent)."""
 
     num_pages: int
     page_size: int
@@ -43,7 +43,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class PageRange:
-    """One contiguous piece of a page: ``length`` elements of tensor ``tensor`` from element ``start``."""
+    """One contiguous piece of a page: ``length`` elements of a tensor from element ``start``."""
 
     tensor: int
     start: int
@@ -54,9 +54,9 @@ class PageRange:
 class Layout:
     """One table entry: the dimensions of the host tensors, outermost first.
 
-    ``dims`` is a string of names: ``2`` K and V, ``L`` layer, ``S`` token slot, ``N`` page, ``P`` token
-    in its page, ``H`` head, ``D`` head element. ``num_tensors`` is 2 where K and V have tensors of their
-    own.
+    ``dims`` is a string of names: ``2`` K and V, ``L`` layer, ``S`` token slot, ``N`` page, ``P``
+    token in its page, ``H`` head, ``D`` head element. ``num_tensors`` is 2 where K and V have
+    tensors of their own.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Layout:
         )
 
     def layer_views(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Views ``[layer][buffer]`` of the pool's tensors, each ``[slots, H, D]`` or ``[pages, P, H, D]``."""
+        """Views ``[layer][buffer]``, each ``[slots, H, D]`` or ``[pages, P, H, D]``."""
         names = self._names
         buffers: list[torch.Tensor] = []
         for tensor in tensors:
@@ -107,7 +107,7 @@ class Layout:
         ]
 
     def page_unit(self, geometry: Geometry, tensor: int) -> int:
-        """Elements of ``tensor`` that lie together for one page: the copy unit registration may not cut."""
+        """Elements of a tensor that lie together for one page: the copy unit."""
         names = self._names
         inner = names[self._page_axis + 1 :]
         head_dim = geometry.head_dims[tensor]
@@ -115,7 +115,7 @@ class Layout:
         return unit if self.is_paged else unit * geometry.page_size
 
     def page_ranges(self, geometry: Geometry, page: int) -> Iterator[PageRange]:
-        """The contiguous pieces that together are ``page``, in the order of the buffers in a layer."""
+        """The contiguous pieces that together are ``page``, by layer and then by buffer."""
         outer = self._names[: self._page_axis]
         halves = 2 if "2" in outer else 1
         layers = geometry.num_layers if "L" in outer else 1
@@ -156,8 +156,8 @@ def combinations() -> list[tuple[str, str]]:
 def find_layout(kind: str, layout: str) -> Layout:
     """The table entry of a kind and a layout.
 
-    Raises ValueError when the kind is unknown, or when the kind has no such layout; the text names the
-    argument, what it got and what exists.
+    Raises ValueError when the kind is unknown, or when the kind has no such layout; the text names
+    the argument, what it got and what exists.
 
     Example: ``find_layout("mha", "page_first").dims == "2 S L H D"``
     """
@@ -184,9 +184,9 @@ def make_geometry(
 ) -> Geometry:
     """Checked sizes for one table entry.
 
-    Raises ValueError naming the argument when a size is not a positive int, when ``v_head_dim`` is given
-    to a kind without a V of its own size (or missing where it is needed), or when an MLA pool is asked
-    for more than one head.
+    Raises ValueError naming the argument when a size is not a positive int, when ``v_head_dim`` is
+    given to a kind without a V of its own size (or missing where it is needed), or when an MLA
+    pool is asked for more than one head.
     """
     sizes = {
         "num_pages": num_pages,

@@ -1,4 +1,4 @@
-"""LayerwiseLoader: restores KV rows layer by layer, so that a forward pass starts before the last layer is in."""
+"""LayerwiseLoader: restores KV rows layer by layer, beside the forward pass that uses them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ class LayerwiseLoad(ABC):
     def wait_layer(self, layer: int) -> None:
         """Orders the caller after layer ``layer``.
 
-        On a GPU the caller's current stream waits and the host does not. On the CPU the caller blocks until the
-        layer is in place.
+        On a GPU the caller's current stream waits and the host does not. On the CPU the caller
+        blocks until the layer is in place.
 
-        Raises IndexError for a layer that the load does not have, and on the CPU whatever the copying raised.
+        Raises IndexError for a layer that the load does not have, and on the CPU whatever the
+        copying raised.
         """
         if not 0 <= layer < self._num_layers:
             raise IndexError(
-                f"LayerwiseLoad.wait_layer: layer got {layer}; the load has {self._num_layers} layers"
+                f"LayerwiseLoad.wait_layer: layer got {layer}; needs 0..{self._num_layers - 1}"
             )
         self._wait(layer)
 
@@ -47,13 +48,13 @@ class LayerwiseLoad(ABC):
             self._wait(self._num_layers - 1)
 
     def synchronize(self) -> None:
-        """Blocks the host until every layer is in place; on the CPU raises whatever the copying raised."""
+        """Blocks the host until every layer is in place; on the CPU raises the copying's error."""
         if self._num_layers:
             self._synchronize()
         self._kept = None
 
     def done(self) -> bool:
-        """Whether nothing of the load is in flight any more (finished or failed), without waiting."""
+        """Whether nothing of the load is in flight any more (finished or failed); never waits."""
         if self._kept is not None and self._is_finished():
             self._kept = None
         return self._kept is None
@@ -74,7 +75,7 @@ class _StreamLoad(LayerwiseLoad):
     def __init__(self, num_layers: int, kept: object, device: torch.device) -> None:
         super().__init__(num_layers, kept)
         self._device = device
-        # New events for every load: a reused one would make a late wait_layer wait for another load.
+        # New for every load: a reused event would make a late wait_layer wait for another load.
         self._events = [torch.cuda.Event() for _ in range(num_layers)]
 
     def record(self, layer: int, stream: torch.cuda.Stream) -> None:
@@ -123,23 +124,27 @@ class _ThreadLoad(LayerwiseLoad):
 
 
 class LayerwiseLoader:
-    """Restores rows from a host pool into a device pool on a stream (or thread) of its own, one layer at a time.
+    """Restores rows of a host pool into a device pool, layer by layer, on a stream of its own.
 
     Args:
-        host_layers: for each layer the list of its host buffers, as ``HostKVPool.layers()`` gives them: views
-            ``[slots, *row]`` or ``[pages, P, *row]``. For a GPU they are page-locked (or on that GPU).
-        device_layers: for each layer the list of its device buffers, in the same order; all on one device.
+        host_layers: for each layer the list of its host buffers, as ``HostKVPool.layers()`` gives
+            them: views ``[slots, *row]`` or ``[pages, P, *row]``. For a GPU they are page-locked
+            (or on that GPU).
+        device_layers: for each layer the list of its device buffers, in the same order; all on one
+            device.
         row_ndim, page_size, backend, num_blocks: as in ``sgl_kvio.transfer``.
 
-    Stream contract on a GPU. ``load`` makes both edges: its side stream first waits for everything that the
-    caller's current stream of the device holds by then (so a kernel that still writes or zeroes the pages is
-    finished), and records one event after each layer, which ``wait_layer`` makes the caller's current stream wait
-    for. Pages that a load writes are read only after ``wait_layer``. Loads of one loader run in the order of
-    ``load``. Host rows and index tensors must keep their contents, and a host pool its registration, until the load
-    is done; the tensors themselves are kept alive here. ``load`` cannot be captured into a CUDA graph.
+    Stream contract on a GPU. ``load`` makes both edges: its side stream first waits for everything
+    that the caller's current stream of the device holds by then (so a kernel that still writes or
+    zeroes the pages is finished), and records one event after each layer, which ``wait_layer``
+    makes the caller's current stream wait for. Pages that a load writes are read only after
+    ``wait_layer``. Loads of one loader run in the order of ``load``. Host rows and index tensors
+    must keep their contents, and a host pool its registration, until the load is done; the tensors
+    themselves are kept alive here. ``load`` cannot be captured into a CUDA graph.
 
-    Without a GPU (all tensors on the CPU) one worker thread copies, in the order of ``load``, and ``wait_layer``
-    blocks. Errors of the copying come out of ``wait_layer``, ``wait`` and ``synchronize`` of that load.
+    Without a GPU (all tensors on the CPU) one worker thread copies, in the order of ``load``, and
+    ``wait_layer`` blocks. Errors of the copying come out of ``wait_layer``, ``wait`` and
+    ``synchronize`` of that load.
 
     Raises ValueError when the lists do not fit together or mix devices.
 
@@ -185,8 +190,8 @@ class LayerwiseLoader:
                 for buffers in self._dst:
                     for buffer in buffers:
                         buffer.record_stream(self._side)
-            # A loader dropped with a load in flight must not let go of what the side stream still reads.
-            # At exit nothing is given to anyone else, so there is nothing to wait for.
+            # A loader dropped with a load in flight must not let go of what the side stream still
+            # reads. At exit nothing is given to anyone else, so there is nothing to wait for.
             weakref.finalize(self, _synchronize_all, self._in_flight).atexit = False
 
     @property
@@ -208,27 +213,28 @@ class LayerwiseLoader:
     ) -> LayerwiseLoad:
         """Starts restoring rows ``host_indices`` into rows ``device_indices`` of every layer.
 
-        Indices are as in ``sgl_kvio.transfer``: 1-D int32 or int64 of equal length, one entry a token slot
-        (``index_unit="token"``) or page (``"page"``). CPU indices that do not fit raise here when the device is
-        a GPU; GPU indices out of range skip their rows and are reported by ``sgl_kvio.check()``.
+        Indices are as in ``sgl_kvio.transfer``: 1-D int32 or int64 of equal length, one entry a
+        token slot (``index_unit="token"``) or page (``"page"``). CPU indices that do not fit raise
+        here when the device is a GPU; GPU indices out of range skip their rows and are reported by
+        ``sgl_kvio.check()``.
 
         Raises ValueError after ``close()``, RuntimeError inside a CUDA graph capture, and what
-        ``sgl_kvio.transfer`` raises (on the CPU from ``wait_layer``). After an error nothing is in flight.
+        ``sgl_kvio.transfer`` raises (on the CPU from ``wait_layer``). After an error nothing is in
+        flight.
         """
-
         host, dst, options = self._host, self._dst, dict(self._options, index_unit=index_unit)
 
         def copy_layer(layer: int) -> None:
             ops.transfer(dst[layer], host[layer], device_indices, host_indices, **options)
 
         kept = (host, dst, host_indices, device_indices)
-        # Held throughout, so that layers of two loads do not mix and their order is that of the calls.
+        # Held throughout, so that loads do not mix and run in the order of the calls.
         with self._lock:
             self._check_open()
             if self._side is None:
                 load = self._load_on_thread(copy_layer, kept)
             else:
-                indices = [index for index in (host_indices, device_indices) if index.is_cuda]
+                indices = (host_indices, device_indices)
                 load = self._load_on_stream(self._side, copy_layer, kept, indices)
             self._newest = load
             return load
@@ -236,7 +242,8 @@ class LayerwiseLoader:
     def wait_layer(self, layer: int) -> None:
         """``wait_layer`` of the newest load; returns at once when there has been none.
 
-        So model code may call it in every forward pass, whether or not that pass restores anything.
+        So model code may call it in every forward pass, whether or not that pass restores
+        anything.
         """
         self._check_open()
         newest = self._newest
@@ -244,7 +251,7 @@ class LayerwiseLoader:
             newest.wait_layer(layer)
 
     def close(self) -> None:
-        """Waits until no load is in flight, ends the worker thread, and lets go of the pools. Again: no-op.
+        """Waits for loads in flight, ends the worker thread, lets go of the pools. Again: no-op.
 
         Loads keep answering; an error that nobody waited for stays with its load.
         """
@@ -287,25 +294,28 @@ class LayerwiseLoader:
         kept: object,
         indices: Sequence[torch.Tensor],
     ) -> LayerwiseLoad:
-        # The device is selected apart from the stream: leaving the stream of another GPU would select the
-        # caller's GPU for good, which creates a context there.
+        # The device is selected apart from the stream: leaving the stream of another GPU would
+        # select the caller's GPU for good, which creates a context there.
         with torch.inference_mode(), torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "LayerwiseLoader.load: got a stream that captures a CUDA graph; needs one that does not "
-                    "(sgl_kvio.transfer can be captured)"
+                    "LayerwiseLoader.load: got a current stream that captures a CUDA graph; "
+                    "needs one that does not (sgl_kvio.transfer can be captured)"
                 )
             load = _StreamLoad(self.num_layers, kept, self._device)
             side.wait_stream(torch.cuda.current_stream(self._device))
             try:
                 with torch.cuda.stream(side):
-                    for index in indices:
-                        index.record_stream(side)
                     for layer in range(self.num_layers):
                         copy_layer(layer)
                         load.record(layer, side)
+                    # Last: by now the op has refused indices of another device.
+                    for index in indices:
+                        if index.is_cuda:
+                            index.record_stream(side)
             except BaseException:
-                # Layers before the failing one may be under way, and the caller has no load to wait for.
+                # Layers before the failing one may be under way, and the caller has no load to
+                # wait for.
                 side.synchronize()
                 raise
         self._in_flight[:] = [other for other in self._in_flight if not other.done()]
@@ -334,13 +344,14 @@ def _checked_device(host: Sequence[Buffers], device_layers: Sequence[Buffers]) -
     """The one device that all device layers are on."""
     if len(host) != len(device_layers):
         raise ValueError(
-            f"LayerwiseLoader: host_layers got {len(host)} layers; needs {len(device_layers)}, as device_layers has"
+            f"LayerwiseLoader: host_layers got {len(host)} layers; "
+            f"needs {len(device_layers)}, as device_layers has"
         )
-    for i, (sources, targets) in enumerate(zip(host, device_layers)):
+    for i, (sources, targets) in enumerate(zip(host, device_layers, strict=True)):
         if len(sources) != len(targets):
             raise ValueError(
-                f"LayerwiseLoader: host_layers[{i}] got {len(sources)} buffers; needs {len(targets)}, "
-                f"as device_layers[{i}] has"
+                f"LayerwiseLoader: host_layers[{i}] got {len(sources)} buffers; "
+                f"needs {len(targets)}, as device_layers[{i}] has"
             )
     device = next((t.device for buffers in device_layers for t in buffers), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):

@@ -1,12 +1,13 @@
-"""Host memory for pools: exact size, huge pages, the GPU's NUMA node, touched in parallel, page-locked.
+"""Host memory for pools: exact in size, in huge pages, near the GPU, touched by many, page-locked.
 
-Measured limits that shaped it (H200, 40 GiB): the driver's own pinned allocation takes 0.5-0.7 s a GiB;
-an anonymous mapping with huge pages advised, touched by 16 threads and then registered, 3.1 s in all;
-registering 4 KiB pages costs eight times as much as registering 2 MiB pages.
+Measured limits that shaped it (H200, 40 GiB): the driver's own pinned allocation takes 0.5-0.7 s a
+GiB; an anonymous mapping with huge pages advised, touched by 16 threads and then registered, 3.1 s
+in all; registering 4 KiB pages costs eight times as much as registering 2 MiB pages.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -39,7 +40,7 @@ _MBIND_NUMBER = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1
 
 
-# ---------------------------------------------------------------------------------------------- limits
+# ------------------------------------------------------------------------------------------ limits
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,10 @@ def memory_limits(
 ) -> MemoryLimits:
     """Reads what memory and cgroup (v2 and v1) allow.
 
-    An explicit ``memory_limit_bytes`` replaces MemAvailable, because some virtual machines grow their
-    memory on use; it never replaces a cgroup limit, whose answer is an OOM kill. ``reserve_bytes`` is
-    min(2 GiB, 5% of the total) unless given. ``root`` stands in for ``/`` (tests).
+    An explicit ``memory_limit_bytes`` replaces MemAvailable, because some virtual machines grow
+    their memory on use; it never replaces a cgroup limit, whose answer is an OOM kill.
+    ``reserve_bytes`` is min(2 GiB, 5% of the total) unless given. ``root`` stands in for ``/``
+    (tests).
 
     Raises ValueError when a size is negative or not an int.
 
@@ -119,13 +121,14 @@ def memory_limits(
 
 
 def check_fits(nbytes: int, limits: MemoryLimits) -> None:
-    """Raises MemoryError, with the size asked and the size allowed, when ``nbytes`` exceed ``limits``."""
+    """Raises MemoryError, with the sizes asked and allowed, when ``nbytes`` exceed ``limits``."""
     allowed = limits.allowed_bytes
     if allowed is None or nbytes <= allowed:
         return
     raise MemoryError(
-        f"HostKVPool: num_pages asks for {_show(nbytes)} of host memory; {_show(allowed)} are allowed "
-        f"({limits.bound_by} leaves {_show(allowed + limits.reserve_bytes)}, "
+        f"HostKVPool: num_pages asks for {_show(nbytes)} of host memory; "
+        f"{_show(allowed)} are allowed ({limits.bound_by} leaves "
+        f"{_show(allowed + limits.reserve_bytes)}, "
         f"of which reserve_bytes keeps {_show(limits.reserve_bytes)}). "
         "Take fewer pages, or pass memory_limit_bytes or reserve_bytes"
     )
@@ -166,10 +169,10 @@ def _read_stat(path: Path) -> dict[str, int]:
 
 
 def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
-    """Yields (limit, use) in bytes of every limited memory cgroup from the process's own up to the root.
+    """Yields (limit, use) in bytes of the limited memory cgroups, from the process's own upwards.
 
-    File pages count as free: the kernel drops them before it kills anything, and a process that has
-    read its model's weights fills its cgroup with them.
+    File pages count as free: the kernel drops them before it kills anything, and a process that
+    has read its model's weights fills its cgroup with them.
     """
     for line in (_read_text(root / "proc/self/cgroup") or "").splitlines():
         number, _, rest = line.partition(":")
@@ -184,8 +187,8 @@ def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
-        # Inside a container the path may be the host's while the mount shows only the container's own
-        # group: levels that do not exist here are passed over, and the mount itself always counts.
+        # In a container the path may be the host's while the mount shows the container's own group
+        # only: levels that do not exist are passed over, and the mount itself always counts.
         for mount in mounts:
             for depth in range(len(parts), -1, -1):
                 level = mount.joinpath(*parts[:depth])
@@ -199,11 +202,11 @@ def _cgroup_levels(root: Path) -> Iterator[tuple[int, int]]:
                 yield limit, max(0, used - file_bytes)
 
 
-# ----------------------------------------------------------------------------------------------- chunks
+# ------------------------------------------------------------------------------------------ chunks
 
 
 def chunk_limit_from_env() -> int:
-    """The largest registration in bytes: ``KVIO_HOST_REGISTER_CHUNK_GB`` in GiB, 256 GiB without it."""
+    """The largest registration, in bytes: ``KVIO_HOST_REGISTER_CHUNK_GB`` (GiB), or 256 GiB."""
     text = os.environ.get(CHUNK_ENV)
     if text is None:
         return DEFAULT_CHUNK_BYTES
@@ -219,8 +222,8 @@ def chunk_limit_from_env() -> int:
 def registration_chunk(nbytes: int, granularity_bytes: int, limit_bytes: int) -> int:
     """Bytes of each piece that ``nbytes`` are registered in; 0 when one piece does.
 
-    A piece is a multiple of ``granularity_bytes`` (a driver copy across two registrations is an invalid
-    argument) and of the system page (two registrations may not share one).
+    A piece is a multiple of ``granularity_bytes`` (a driver copy across two registrations is an
+    invalid argument) and of the system page (two registrations may not share one).
 
     Raises ValueError when no such piece is within ``limit_bytes``.
 
@@ -231,13 +234,14 @@ def registration_chunk(nbytes: int, granularity_bytes: int, limit_bytes: int) ->
     step = math.lcm(granularity_bytes, mmap.PAGESIZE)
     if step > limit_bytes:
         raise ValueError(
-            f"HostKVPool: chunk_bytes got {limit_bytes}; needs at least {step}, the smallest multiple of "
-            f"a page's {granularity_bytes} bytes and of the system page's {mmap.PAGESIZE}"
+            f"HostKVPool: chunk_bytes got {limit_bytes}; needs at least {step}, "
+            f"the smallest multiple of a page's {granularity_bytes} bytes "
+            f"and of the system page's {mmap.PAGESIZE}"
         )
     return limit_bytes // step * step
 
 
-# ------------------------------------------------------------------------------------------------- NUMA
+# -------------------------------------------------------------------------------------------- NUMA
 
 
 def gpu_numa_node(device_index: int, root: str | Path = "/") -> int | None:
@@ -284,25 +288,23 @@ def prefer_numa_node(address: int, nbytes: int, node: int) -> bool:
     return result == 0
 
 
-# ----------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------ memory
 
 
 class HostMemory:
-    """``nbytes`` of zeroed host memory at a 2 MiB boundary, page-locked when a CUDA device is given.
+    """``nbytes`` of zeroed host memory at a 2 MiB boundary, page-locked for a CUDA device if given.
 
-    ``device_index`` None: plain memory. Otherwise the bytes are registered with that device current (so
-    no other GPU gets a context), in pieces of ``registration_chunk(nbytes, granularity_bytes,
-    chunk_limit_bytes)``, and their pages prefer the device's NUMA node.
+    ``device_index`` None: plain memory. Otherwise the bytes are registered with that device
+    current (so no other GPU gets a context), in pieces of ``chunk_bytes`` (0: in one piece, see
+    ``registration_chunk``), and their pages prefer the device's NUMA node.
 
-    ``tensor`` is a uint8 tensor of all bytes, ``bytes_view(start, length)`` a writable
-    memoryview of some.
-    Both keep the mapping alive: ``close()`` drops the registration (after the device is idle) and this
-    object's references, and the memory goes back to the system with the last view of it. A view held
-    longer is plain memory, never a dangling pointer.
+    ``tensor`` is a uint8 tensor of all bytes, ``bytes_view(start, length)`` a writable memoryview
+    of some. Both keep the mapping alive: ``close()`` drops the registration (after the device is
+    idle) and this object's references, and the memory goes back to the system with the last view
+    of it. A view held longer is plain memory, never a dangling pointer.
 
-    Raises MemoryError when the system has no such mapping, ValueError for a chunk limit below the
-    granularity, RuntimeError when registration fails; then nothing stays registered and the pages have
-    gone back to the system.
+    Raises MemoryError when the system has no such mapping, RuntimeError when registration fails;
+    then nothing stays registered and the pages have gone back to the system.
 
     Example::
 
@@ -316,14 +318,10 @@ class HostMemory:
         nbytes: int,
         *,
         device_index: int | None = None,
-        granularity_bytes: int = 1,
-        chunk_limit_bytes: int | None = None,
+        chunk_bytes: int = 0,
     ) -> None:
-        if chunk_limit_bytes is None:
-            chunk_limit_bytes = chunk_limit_from_env()
-        chunk_bytes = registration_chunk(nbytes, granularity_bytes, chunk_limit_bytes)
         mapping, start = _map_aligned(nbytes)
-        # A pool made under inference_mode must still be writable outside of it, and by other threads.
+        # A pool made under inference_mode must still be writable outside of it.
         with torch.inference_mode(False):
             tensor = torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes)
         self.nbytes = nbytes
@@ -339,8 +337,8 @@ class HostMemory:
                 # The error's traceback keeps the mapping alive, so give its pages back without it.
                 _madvise(mapping, "MADV_DONTNEED", start, nbytes)
                 raise
-            # A finalizer, because it also runs for a pool that nobody closed, and at exit while the
-            # interpreter is still whole.
+            # A finalizer, because it also runs for a pool that nobody closed, and at exit while
+            # the interpreter is still whole.
             self._release = weakref.finalize(self, _unregister, tensor, device_index, os.getpid())
         self._tensor: torch.Tensor | None = tensor
         self._mapping: mmap.mmap | None = mapping
@@ -359,7 +357,7 @@ class HostMemory:
         return self._release is not None and self._release.alive
 
     def bytes_view(self, start: int, length: int) -> memoryview:
-        """Bytes ``start .. start + length`` as a writable memoryview. Raises ValueError after ``close()``."""
+        """``length`` bytes from ``start`` on, writable. Raises ValueError after ``close()``."""
         if self._mapping is None:
             raise ValueError("HostMemory: used after close()")
         if not 0 <= start <= start + length <= self.nbytes:
@@ -370,7 +368,8 @@ class HostMemory:
 
     def close(self) -> None:
         """Waits for the device, drops the registration and lets go of the memory. Again: no-op."""
-        # The mapping is let go, not closed: closing fails while memoryviews exist, and unmaps under tensors.
+        # The mapping is let go, not closed: closing fails while memoryviews exist, and unmaps
+        # under tensors.
         self._tensor = None
         self._mapping = None
         if self._release is not None:
@@ -384,10 +383,10 @@ def _unregister(tensor: torch.Tensor, device_index: int, owner_pid: int) -> None
 
 
 def _map_aligned(nbytes: int) -> tuple[mmap.mmap, int]:
-    """A private anonymous mapping and the offset in it from which ``nbytes`` start at a 2 MiB boundary."""
+    """An anonymous mapping, and the offset at which ``nbytes`` start on a 2 MiB boundary."""
     reserved = nbytes + HUGE_PAGE_BYTES
     try:
-        # Private: huge pages of shared mappings have a switch of their own, which is off nearly everywhere.
+        # Private: huge pages of shared mappings have a switch of their own, mostly off.
         mapping = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(
@@ -404,14 +403,12 @@ def _madvise(mapping: mmap.mmap, advice: str, start: int, length: int) -> None:
     value = getattr(mmap, advice, None)
     if value is None:
         return
-    try:
+    with contextlib.suppress(OSError):
         mapping.madvise(value, start, length)
-    except OSError:
-        pass
 
 
 def _place_on_node(tensor: torch.Tensor, device_index: int | None) -> int | None:
-    """Prefers the device's NUMA node for pages not yet touched; the node if the system went along."""
+    """Prefers the device's NUMA node for untouched pages; the node if the system went along."""
     node = gpu_numa_node(device_index) if device_index is not None else None
     if node is None:
         return None
@@ -420,7 +417,7 @@ def _place_on_node(tensor: torch.Tensor, device_index: int | None) -> int | None
 
 
 def _first_touch(tensor: torch.Tensor) -> None:
-    """Writes one byte of every system page from several threads, so that none faults one by one later.
+    """Writes one byte of every system page, from several threads: faults are most of the cost.
 
     Threads of its own rather than torch's: launchers set those to one a process.
     """

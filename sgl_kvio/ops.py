@@ -246,13 +246,16 @@ def _fake_host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:
     return None
 
 
-def _fake_device_pointer(tensor: torch.Tensor, device_index: int = -1) -> Any:
-    # An address is known only when the graph runs: a number here would be baked into it.
-    return torch.library.get_ctx().new_dynamic_size()
+def _fake_device_pointer(tensor: torch.Tensor, device_index: int = -1) -> int:
+    raise RuntimeError(
+        "kvio::device_pointer: an address is known only at run time; call it outside the traced function"
+    )
 
 
 def _fake_take_fault(device_index: int = -1) -> list[int]:
-    return []
+    raise RuntimeError(
+        "kvio::take_fault: a fault is known only at run time; call it outside the traced function"
+    )
 
 
 def _fake_explain(
@@ -270,6 +273,10 @@ def _fake_explain(
     return "backend: unknown while tracing\n"
 
 
+def _fake_build_info() -> str:
+    return "{}"
+
+
 _FAKES: dict[str, Callable[..., Any]] = {
     "transfer": _fake_transfer,
     "memcpy_batch": _fake_memcpy_batch,
@@ -278,6 +285,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "device_pointer": _fake_device_pointer,
     "take_fault": _fake_take_fault,
     "explain": _fake_explain,
+    "build_info": _fake_build_info,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"kvio::{_name}", _fake)

@@ -1,27 +1,34 @@
-"""HostKVPool: the host side of a KV cache. Memory, per-layer views, and the allocator of its pages."""
+"""HostKVPool: the host side of a KV cache. Memory, per-layer views, and a page allocator."""
 
 from __future__ import annotations
 
 import math
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
 
 from sgl_kvio import layouts
-from sgl_kvio.memory import HostMemory, check_fits, chunk_limit_from_env, memory_limits
+from sgl_kvio.memory import (
+    HostMemory,
+    check_fits,
+    chunk_limit_from_env,
+    memory_limits,
+    registration_chunk,
+)
 
 
 class HostKVPool:
     """A host pool of KV-cache pages: page-locked for a GPU, plain memory without one.
 
     Args:
-        kind: ``"mha"`` (K and V of one size), ``"mla"`` (one latent, ``num_heads`` 1), ``"k_only"``, or
-            ``"asymmetric"`` (K rows of ``num_heads * head_dim``, V rows of ``num_heads * v_head_dim``).
-        layout: how (layer, page, token, head) are ordered, outermost first. L layers, N pages, P tokens a
-            page, S = N*P token slots, H heads, D head elements:
+        kind: ``"mha"`` (K and V of one size), ``"mla"`` (one latent, ``num_heads`` 1),
+            ``"k_only"``, or ``"asymmetric"`` (K rows of ``num_heads * head_dim``, V rows of
+            ``num_heads * v_head_dim``).
+        layout: how (layer, page, token, head) are ordered, outermost first. L layers, N pages, P
+            tokens a page, S = N*P token slots, H heads, D head elements:
 
             ======================  ====================  =============================
             layout                  tensor (MHA)          ``layer(i)`` views
@@ -33,30 +40,35 @@ class HostKVPool:
             ======================  ====================  =============================
 
             MLA and K-only have no leading 2; asymmetric has two tensors without it.
-        num_pages, page_size, num_layers, num_heads, head_dim, v_head_dim: sizes, in pages, tokens, and
-            elements. ``v_head_dim`` is for ``"asymmetric"`` alone.
+        num_pages, page_size, num_layers, num_heads, head_dim, v_head_dim: sizes, in pages, tokens,
+            and elements. ``v_head_dim`` is for ``"asymmetric"`` alone.
         dtype: of the elements; any torch dtype of whole bytes that is not quantized.
-        device: the CUDA device that will use the pool (``torch.device``, ``"cuda:1"``, ``1``), or ``"cpu"``
-            for plain memory. None: the current CUDA device where there is one, else plain memory.
-        chunk_bytes: largest single registration; None takes ``KVIO_HOST_REGISTER_CHUNK_GB`` (GiB) or 256 GiB.
+        device: the CUDA device that will use the pool (``torch.device``, ``"cuda:1"``, ``1``), or
+            ``"cpu"`` for plain memory. None: the current CUDA device where there is one, else
+            plain memory.
+        chunk_bytes: largest single registration; None takes ``KVIO_HOST_REGISTER_CHUNK_GB`` (GiB)
+            or 256 GiB.
         memory_limit_bytes: stands in for the system's MemAvailable; a cgroup's limit still holds.
         reserve_bytes: host memory to leave free; None keeps min(2 GiB, 5% of the total).
 
-    Memory is exact in size, zeroed, starts at a 2 MiB boundary, asks for huge pages and prefers the GPU's NUMA
-    node. Views have rows of ``row_ndim=2`` dims and go straight into ``sgl_kvio.transfer``.
+    Memory is exact in size, zeroed, starts at a 2 MiB boundary, asks for huge pages and prefers
+    the GPU's NUMA node. Views have rows of ``row_ndim=2`` dims and go straight into
+    ``sgl_kvio.transfer``.
 
-    Page ids are handed out lowest first, so that pages taken together mostly lie together. The allocator may
-    be called from several threads.
+    Page ids are handed out in ascending order, and freed ones sorted again once the others have run
+    out, so that pages taken together mostly lie together (transfers merge such runs, and the GPU
+    translates fewer host addresses). The allocator may be called from several threads.
 
-    Stream contract: ``alloc``, ``free`` and ``page_bytes`` order nothing. Free a page, or touch its bytes, only
-    after the transfers that use it are done. ``close()`` waits for the device before it drops the registration.
+    Stream contract: ``alloc``, ``free`` and ``page_bytes`` order nothing. Free a page, or touch
+    its bytes, only after the transfers that use it are done. ``close()`` waits for the device
+    before it drops the registration.
 
-    Lifetime: tensors and memoryviews taken from a pool keep its memory, not its registration. After ``close()``
-    they are plain memory, which the system gets back with the last of them.
+    Lifetime: tensors and memoryviews taken from a pool keep its memory, not its registration.
+    After ``close()`` they are plain memory, which the system gets back with the last of them.
 
-    Raises ValueError for a bad argument (named in the text), MemoryError when the pool is larger than memory or
-    cgroup allow (both sizes in the text), RuntimeError when the driver refuses to lock the pages; in each case
-    nothing stays allocated or registered.
+    Raises ValueError for a bad argument (named in the text), MemoryError when the pool is larger
+    than memory or cgroup allow (both sizes in the text), RuntimeError when the driver refuses to
+    lock the pages; in each case nothing stays allocated or registered.
 
     Example::
 
@@ -102,43 +114,47 @@ class HostKVPool:
         self._device_index = _cuda_index(device)
         shapes = self._layout.tensor_shapes(self._geometry)
         self._tensor_nbytes = [math.prod(shape) * dtype.itemsize for shape in shapes]
-        if chunk_bytes is None:
-            chunk_limit = chunk_limit_from_env()
-        else:
-            chunk_limit = _checked_int("HostKVPool: chunk_bytes", chunk_bytes, 1)
         check_fits(self.nbytes, memory_limits(memory_limit_bytes, reserve_bytes))
+        chunks = self._registration_chunks(chunk_bytes)
         try:
-            self._allocate(shapes, chunk_limit)
+            self._allocate(shapes, chunks)
         except BaseException:
             self.close()
             raise
 
-    def _allocate(self, shapes: Sequence[tuple[int, ...]], chunk_limit: int) -> None:
-        for index, nbytes in enumerate(self._tensor_nbytes):
-            unit_bytes = self._layout.page_unit(self._geometry, index) * self._dtype.itemsize
+    def _registration_chunks(self, chunk_bytes: int | None) -> list[int]:
+        """For each tensor the bytes of its registrations, which cut no page's contiguous bytes."""
+        if chunk_bytes is None:
+            limit = chunk_limit_from_env()
+        else:
+            limit = _checked_int("HostKVPool: chunk_bytes", chunk_bytes, 1)
+        return [
+            registration_chunk(
+                nbytes, self._layout.page_unit(self._geometry, i) * self._dtype.itemsize, limit
+            )
+            for i, nbytes in enumerate(self._tensor_nbytes)
+        ]
+
+    def _allocate(self, shapes: Sequence[tuple[int, ...]], chunks: Sequence[int]) -> None:
+        for nbytes, chunk in zip(self._tensor_nbytes, chunks, strict=True):
             self._memories.append(
-                HostMemory(
-                    nbytes,
-                    device_index=self._device_index,
-                    granularity_bytes=unit_bytes,
-                    chunk_limit_bytes=chunk_limit,
-                )
+                HostMemory(nbytes, device_index=self._device_index, chunk_bytes=chunk)
             )
         # Tensors made under inference_mode could not be written outside of it.
         with torch.inference_mode(False):
             self._tensors = tuple(
                 memory.tensor.view(self._dtype).view(shape)
-                for memory, shape in zip(self._memories, shapes)
+                for memory, shape in zip(self._memories, shapes, strict=True)
             )
             self._layers = self._layout.layer_views(self._tensors)
-            # Free pages: ascending ids from _cursor on, and what was freed since they were last sorted.
+            # Free pages: ascending ids from _cursor on, and those freed since the last sort.
             self._sorted = torch.arange(self.num_pages, dtype=torch.int64, device="cpu")
             self._cursor = 0
             self._released: list[torch.Tensor] = []
             self._in_use = torch.zeros(self.num_pages, dtype=torch.bool, device="cpu")
         self._num_free = self.num_pages
 
-    # ------------------------------------------------------------------------------------------- facts
+    # --------------------------------------------------------------------------------------- facts
 
     @property
     def kind(self) -> str:
@@ -157,7 +173,7 @@ class HostKVPool:
 
     @property
     def device(self) -> torch.device:
-        """The device the pool is page-locked for; ``cpu`` for plain memory. The tensors themselves are on the CPU."""
+        """The device the pool is page-locked for; ``cpu`` for plain memory."""
         if self._device_index is None:
             return torch.device("cpu")
         return torch.device("cuda", self._device_index)
@@ -197,7 +213,7 @@ class HostKVPool:
         sizes = self.buffer_row_bytes
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"HostKVPool: row_bytes is not one number for this pool (K and V rows have {sizes} bytes); "
+                f"HostKVPool: row_bytes is not one number here: K and V rows have {sizes} bytes; "
                 "use buffer_row_bytes"
             )
         return sizes[0]
@@ -209,7 +225,7 @@ class HostKVPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool, ``num_pages * page_nbytes``; exactly what is allocated and registered."""
+        """Bytes of the pool, ``num_pages * page_nbytes``: exactly what is registered."""
         return sum(self._tensor_nbytes)
 
     @property
@@ -217,7 +233,7 @@ class HostKVPool:
         """Whether the memory is page-locked now; False after ``close()``."""
         return bool(self._memories) and all(memory.is_pinned for memory in self._memories)
 
-    # ------------------------------------------------------------------------------------------- views
+    # --------------------------------------------------------------------------------------- views
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -226,7 +242,7 @@ class HostKVPool:
         return self._tensors
 
     def layer(self, index: int) -> list[torch.Tensor]:
-        """Views of one layer: ``[K, V]``, or ``[latent]`` / ``[K]``; ``[slots, H, D]`` or ``[pages, P, H, D]``.
+        """One layer, ``[K, V]`` or ``[latent]``: views ``[slots, H, D]`` or ``[pages, P, H, D]``.
 
         Raises ValueError for a layer that the pool does not have, and after ``close()``.
         """
@@ -261,7 +277,7 @@ class HostKVPool:
             for part in self._layout.page_ranges(self._geometry, page)
         )
 
-    # ------------------------------------------------------------------------------------------- pages
+    # --------------------------------------------------------------------------------------- pages
 
     @property
     def num_free(self) -> int:
@@ -272,15 +288,16 @@ class HostKVPool:
     def alloc(self, n: int) -> torch.Tensor:
         """Takes ``n`` pages; an int64 CPU tensor of their ids, which is the caller's own.
 
-        Raises RuntimeError, with both numbers, when fewer are free, and ValueError when ``n`` is not an int of
-        at least 0; the pool is then unchanged.
+        Raises RuntimeError, with both numbers, when fewer are free, and ValueError when ``n`` is
+        not an int of at least 0; the pool is then unchanged.
         """
         n = _checked_int("HostKVPool.alloc: n", n, 0)
         with self._lock:
             self._check_open()
             if n > self._num_free:
                 raise RuntimeError(
-                    f"HostKVPool.alloc: n got {n}; {self._num_free} of {self.num_pages} pages are free"
+                    f"HostKVPool.alloc: n got {n}; needs at most {self._num_free}, "
+                    f"the free ones of {self.num_pages} pages"
                 )
             if n > self._sorted.numel() - self._cursor:
                 rest = [self._sorted[self._cursor :], *self._released]
@@ -294,8 +311,9 @@ class HostKVPool:
     def free(self, pages: torch.Tensor | Sequence[int]) -> None:
         """Gives pages back.
 
-        ``pages`` is a 1-D int32 or int64 CPU tensor or a sequence of ints. Raises ValueError for a page that the
-        pool does not have, that is not allocated, or that is named twice; the pool is then unchanged.
+        ``pages`` is a 1-D int32 or int64 CPU tensor or a sequence of ints. Raises ValueError for a
+        page that the pool does not have, that is not allocated, or that is named twice; the pool
+        is then unchanged.
         """
         ids = self._page_ids("free", pages)
         with self._lock:
@@ -303,12 +321,14 @@ class HostKVPool:
             idle = ids[~self._in_use[ids]]
             if idle.numel():
                 raise ValueError(
-                    f"HostKVPool.free: pages got {_some(idle)}, which is not allocated (double free?)"
+                    f"HostKVPool.free: pages got {_some(idle)}; "
+                    "needs allocated pages (double free?)"
                 )
             distinct, counts = ids.unique(return_counts=True)
             if distinct.numel() != ids.numel():
                 raise ValueError(
-                    f"HostKVPool.free: pages got {_some(distinct[counts > 1])} more than once (double free)"
+                    f"HostKVPool.free: pages got {_some(distinct[counts > 1])} more than once; "
+                    "needs every page once (double free)"
                 )
             self._in_use[ids] = False
             self._released.append(ids)
@@ -317,9 +337,11 @@ class HostKVPool:
     def token_indices(
         self, pages: torch.Tensor | Sequence[int], num_tokens: int | None = None
     ) -> torch.Tensor:
-        """Token slots of pages, in their order: an int64 CPU tensor of ``num_tokens`` entries (None: all).
+        """Token slots of pages, in their order: an int64 CPU tensor of ``num_tokens`` entries.
 
-        Raises ValueError for a page that the pool does not have, or more tokens than the pages hold.
+        ``num_tokens`` None means all that the pages hold.
+        Raises ValueError for a page that the pool does not have, or more tokens than the pages
+        hold.
 
         Example: with ``page_size=4``, ``token_indices([2, 0], 6)`` is ``[8, 9, 10, 11, 0, 1]``.
         """
@@ -336,9 +358,7 @@ class HostKVPool:
         """A private int64 copy of page ids, every one of them in the pool."""
         name = f"HostKVPool.{where}: pages"
         if not isinstance(pages, torch.Tensor):
-            if not all(isinstance(page, int) and not isinstance(page, bool) for page in pages):
-                raise ValueError(f"{name} got {pages!r}; needs ints")
-            pages = torch.tensor(list(pages), dtype=torch.int64, device="cpu")
+            pages = torch.tensor(_ints(name, pages), dtype=torch.int64, device="cpu")
         if pages.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} got dtype {pages.dtype}; needs int32 or int64")
         if pages.device.type != "cpu" or pages.dim() != 1:
@@ -351,13 +371,14 @@ class HostKVPool:
             raise ValueError(f"{name} got {_some(unknown)}; needs 0..{self.num_pages - 1}")
         return ids
 
-    # ---------------------------------------------------------------------------------------- lifetime
+    # ------------------------------------------------------------------------------------ lifetime
 
     def close(self) -> None:
         """Waits for the device, drops the registration, and lets go of the memory. Again: no-op.
 
-        Views that are still held stay readable and writable as plain memory; the system gets the memory
-        back with the last of them. Everything else of the pool raises ValueError afterwards.
+        Views that are still held stay readable and writable as plain memory; the system gets the
+        memory back with the last of them. Everything else of the pool raises ValueError
+        afterwards.
         """
         with self._lock:
             self._closed = True
@@ -403,6 +424,17 @@ def _some(ids: torch.Tensor) -> str:
     return f"{shown}" if ids.numel() <= 4 else f"{shown} and {ids.numel() - 4} more"
 
 
+def _ints(name: str, values: Iterable[int]) -> list[int]:
+    try:
+        values = list(values)
+        # A list of bools is a mask, whose ones would be taken for page 1.
+        if not any(isinstance(value, bool) for value in values):
+            return [operator.index(value) for value in values]
+    except TypeError:
+        pass
+    raise ValueError(f"{name} got {values!r}; needs ints")
+
+
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"HostKVPool: dtype got {dtype!r}; needs a torch.dtype")
@@ -413,7 +445,7 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _checked_int(name: str, value: int, low: int, high: int | None = None) -> int:
-    """``value`` as an int (anything that indexes a list counts), or ValueError naming the argument."""
+    """``value`` as an int (whatever can index a list is one), or ValueError naming the argument."""
     try:
         number = operator.index(value)
     except TypeError:

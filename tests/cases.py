@@ -294,9 +294,8 @@ def index_lists(
         return dst, list(range(num_src - 1, -1, -1))[:count]
     if pattern == "alternating":
         half = num_dst // 2
-        dst = [
-            slot for pair in zip(range(half), range(half, 2 * half), strict=True) for slot in pair
-        ]
+        pairs = zip(range(half), range(half, 2 * half), strict=True)
+        dst = [slot for pair in pairs for slot in pair]
         count = max(1, min(len(dst), num_src))
         return (dst or [0])[:count], list(range(num_src))[:count]
     if pattern == "source_duplicates":

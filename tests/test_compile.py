@@ -83,7 +83,7 @@ def check_compiled(function, backend, arguments, **options):
     compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
     got = compiled(*arguments)
     assert_same_bytes(got, want, "result")
-    for position, (argument, twin) in enumerate(zip(arguments, twins)):
+    for position, (argument, twin) in enumerate(zip(arguments, twins, strict=True)):
         assert_same_bytes(argument, twin, f"argument {position}")
     return compiled
 
@@ -123,9 +123,8 @@ def test_another_number_of_indices_needs_no_new_graph(backend):
         dst, src, _, _ = make_arguments()
         twin_dst, twin_src = dst.clone(), src.clone()
         at, frm = torch.randperm(16)[:count], torch.randperm(16)[:count]
-        assert_same_bytes(
-            compiled(dst, src, at, frm), write_move_read(twin_dst, twin_src, at, frm), "result"
-        )
+        want = write_move_read(twin_dst, twin_src, at, frm)
+        assert_same_bytes(compiled(dst, src, at, frm), want, "result")
         assert_same_bytes(dst, twin_dst, "destination")
     assert graphs == 1
 

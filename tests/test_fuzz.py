@@ -95,7 +95,7 @@ def test_any_two_pools_exchange_exactly_the_named_rows(transfer):
 @given(transfers())
 def test_a_round_trip_brings_every_row_back(transfer):
     """There and back restores what a scrub destroyed, so no row was lost on either way."""
-    first = dict(zip(transfer.dst_slots, transfer.src_slots))
+    first = dict(zip(transfer.dst_slots, transfer.src_slots, strict=True))
     if len(set(transfer.src_slots)) != len(first):
         return  # duplicate sources cannot be destinations of the way back
     before = transfer.src.storage.clone()
@@ -125,7 +125,7 @@ def _integer(view):
 def copy_plans(draw):
     size = draw(st.integers(1, 3000))
     cuts = sorted(draw(st.lists(st.integers(0, size), max_size=12)))
-    borders = list(zip([0, *cuts], [*cuts, size]))
+    borders = list(zip([0, *cuts], [*cuts, size], strict=True))
     plan = []
     for begin, end in draw(st.permutations(borders)):
         count = draw(st.integers(0, end - begin))
@@ -140,6 +140,6 @@ def test_any_plan_of_disjoint_byte_ranges_is_copied_exactly(sized_plan):
     want = dst.clone()
     for to, frm, count in plan:
         want[to : to + count] = src[frm : frm + count]
-    columns = [list(column) for column in zip(*plan)] or [[], [], []]
+    columns = [list(column) for column in zip(*plan, strict=True)] or [[], [], []]
     sgl_kvio.memcpy_batch([dst], [src], *columns)
     assert_same_bytes(dst, want, "destination")

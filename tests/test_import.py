@@ -1,4 +1,4 @@
-"""Importing has no side effect on a GPU, needs no driver, and the binary asks little of its host."""
+"""Importing touches no GPU and needs no driver; the binary asks little of the machine."""
 
 import os
 import pathlib

@@ -28,7 +28,7 @@ def expected(dst, src, dst_offsets, src_offsets, nbytes):
 def check(dst, src, dst_offsets, src_offsets, nbytes):
     want = expected(dst, src, dst_offsets, src_offsets, nbytes)
     sgl_kvio.memcpy_batch(dst, src, dst_offsets, src_offsets, nbytes)
-    for got, good in zip(dst, want):
+    for got, good in zip(dst, want, strict=True):
         assert_same_bytes(got, good, "destination")
 
 

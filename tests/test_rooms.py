@@ -144,7 +144,7 @@ def find_cycle(graph):
 
     def visit(node):
         if node in trail:
-            return trail[trail.index(node) :] + [node]
+            return [*trail[trail.index(node) :], node]
         if node in done:
             return []
         trail.append(node)

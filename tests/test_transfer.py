@@ -92,7 +92,7 @@ def test_one_call_serves_many_buffers(count):
     at, frm = torch.tensor([6, 0, 3]), torch.tensor([1, 7, 1])
     want = [moved(dst, src, at, frm) for dst, src in pools]
     sgl_kvio.transfer([dst for dst, _ in pools], [src for _, src in pools], at, frm)
-    for (dst, _), expected in zip(pools, want):
+    for (dst, _), expected in zip(pools, want, strict=True):
         assert_same_bytes(dst, expected, "destination")
 
 
@@ -167,7 +167,7 @@ def test_threads_may_call_at_the_same_time():
     want = [moved(dst, src, at, frm) for dst, src in pools]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda pair: sgl_kvio.transfer(*pair, at, frm), pools))
-    for (dst, _), expected in zip(pools, want):
+    for (dst, _), expected in zip(pools, want, strict=True):
         assert_same_bytes(dst, expected, "destination")
 
 
@@ -226,6 +226,28 @@ def test_heads_with_a_gap_between_them_move_without_the_gap(dim, cut_side):
     want[:, :, :dim] = moved(dst_block[:, :, :dim], src_block[:, :, :dim], at, frm)
     sgl_kvio.transfer(dst_block[:, :, :dim], src_block[:, :, :dim], at, frm)
     assert_same_bytes(dst_block, want, "destination")
+
+
+@pytest.mark.parametrize("side", ["dst", "src"])
+def test_rows_of_single_elements_apart_are_moved_one_by_one(side):
+    pools = dict(zip(("dst", "src"), flat_pools(), strict=True))
+    wide = cases.contiguous_pool((32, 2, 16), torch.float32, 5)
+    pools[side] = wide[:, :, ::2]
+    block = wide if side == "dst" else pools["dst"]
+    at, frm = torch.tensor([31, 0, 1]), torch.tensor([0, 1, 9])
+    want = block.clone()
+    want[:, :, :: want.shape[2] // 8] = moved(pools["dst"], pools["src"], at, frm)
+    sgl_kvio.transfer(pools["dst"], pools["src"], at, frm)
+    assert_same_bytes(block, want, "destination")
+
+
+def test_a_pair_of_empty_rows_does_not_disturb_its_neighbours():
+    dst, src = flat_pools()
+    at, frm = torch.tensor([3, 30]), torch.tensor([0, 1])
+    want = moved(dst, src, at, frm)
+    nothing = torch.empty(32, 2, 0)
+    sgl_kvio.transfer([nothing, dst, nothing], [nothing, src, nothing], at, frm)
+    assert_same_bytes(dst, want, "destination")
 
 
 def test_explain_moves_nothing_and_names_the_backend():

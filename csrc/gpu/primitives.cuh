@@ -28,8 +28,10 @@ struct PackageOf<1> {
   using type = uint8_t;
 };
 
-// Reads bytes that this kernel reads once: they do not displace others from L1. The address must be a multiple of the
-// package size. @warning orders nothing; the bytes must not be written by the same kernel.
+// Reads a package that this kernel reads once: it does not displace other lines from L1. Never predicated: a load that
+// may not happen keeps its target in a second register until it has arrived, and the loads of an unrolled loop then wait
+// for one another. The address must be a multiple of the package size. @warning orders nothing; the bytes must not be
+// written by the same kernel.
 template <class T>
 __device__ __forceinline__ T load_once(const void* address) {
   T value;
@@ -54,6 +56,26 @@ __device__ __forceinline__ void store_once(void* address, const T& value) {
   } else if constexpr (sizeof(T) == 8) {
     asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(value.x), "r"(value.y) : "memory");
   } else {
+    *static_cast<volatile T*>(address) = value;
+  }
+}
+
+// As store_once, if `wanted`, without a branch.
+template <class T>
+__device__ __forceinline__ void store_once_if(bool wanted, void* address, const T& value) {
+  const int predicate = wanted;
+  if constexpr (sizeof(T) == 16) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n @p st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
+            address),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(predicate)
+        : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};\n}" ::"l"(address),
+        "r"(value.x), "r"(value.y), "r"(predicate)
+        : "memory");
+  } else if (wanted) {
     *static_cast<volatile T*>(address) = value;
   }
 }

@@ -91,7 +91,8 @@ std::string explain(const TransferRequest& request) {
     const RegisterPlan plan = make_register_plan(request, group, range, sm_count(op, request.gpu_index));
     text << "launch: " << group.dst_base.size() << " buffers, " << plan.num_blocks << " CTAs, " << plan.package_bytes
          << "-byte loads, " << plan.units << " units of " << plan.dst.piece_bytes << " bytes a buffer, "
-         << plan.units_per_item << " a warp\n";
+         << plan.units_per_item << " a warp, " << plan.split.lanes_per_unit << " lanes a unit with "
+         << plan.split.units_per_lane << "x" << plan.split.loads_per_unit << " loads in flight\n";
   }
   return text.str();
 }

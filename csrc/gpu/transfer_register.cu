@@ -1,10 +1,14 @@
 // Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time. Each lane works out the addresses
-// of one unit; then the warp walks the units' packages as one flat list, so that every lane is busy for any row size.
+// of one unit. Units that follow each other on both sides are moved as one stretch of memory; others by groups of lanes,
+// a unit a group, cut as plan/register_plan.h says.
 //
 // What shaped it (H200, PCIe gen5 x16):
 // * A load from page-locked host memory takes about 1.3 us. 46 GB/s from one CTA therefore wants about 100 KiB in
-//   flight: 1024 threads with 8 independent 16-byte loads each, all issued before the first store.
-// * Neighbouring lanes read neighbouring packages, so that a warp's load is whole 128-byte lines wherever rows allow.
+//   flight: 512 threads with 16 or 18 independent 16-byte loads each, all issued before the first store. (1024 threads
+//   with half of that each leave too few registers for the addresses.)
+// * All warps of one SM issue some 8 instructions a nanosecond: at 46 GB/s that is 90 a 512-byte load of a warp. So
+//   addresses are worked out per unit and not per load.
+// * Neighbouring lanes read neighbouring packages: the link carries whole 128-byte lines best.
 // * Indices are read once per unit and one item ahead, since each is a dependent load.
 
 #include "gpu/transfer_register.h"
@@ -19,10 +23,10 @@
 namespace kvio::gpu {
 namespace {
 
-constexpr int kThreads = 1024;
-constexpr int kLoadsInFlight = 8;
+constexpr int kThreads = 512;
+constexpr int kStretchLoads = 16;
+constexpr int kStretchTailLoads = 4;
 constexpr int kMaxBuffers = 256;  // 128 layers x K and V
-constexpr int kFewBuffers = 8;    // a one-layer call: small parameters launch faster
 
 struct Side {
   FastDivide page_slots;
@@ -35,15 +39,13 @@ struct Side {
   bool flat;
 };
 
-template <int kBuffers>
 struct Params {
-  char* dst_base[kBuffers];
-  const char* src_base[kBuffers];
+  char* dst_base[kMaxBuffers];
+  const char* src_base[kMaxBuffers];
   Side dst;
   Side src;
   FastDivide units_per_index;
   FastDivide pieces;
-  FastDivide packages;     // of one unit
   FastDivide inner_items;  // items are numbered outer * inner + inner
   FaultRecord* fault;
   int64_t first_position;  // of this launch in the caller's index lists
@@ -51,7 +53,10 @@ struct Params {
   uint32_t num_units;  // of one buffer
   uint32_t units_per_item;
   uint32_t num_items;
-  uint32_t remainder;  // bytes of a unit after its packages
+  uint32_t unit_bytes;
+  uint32_t packages;        // whole packages of a unit
+  uint32_t remainder;       // bytes of a unit after its packages
+  uint32_t lanes_per_unit;  // power of two
   bool buffers_innermost;
   bool is_int64;
 };
@@ -61,8 +66,7 @@ struct Item {
   uint32_t first_unit;
 };
 
-template <class P>
-__device__ __forceinline__ Item item_at(const P& p, uint32_t number) {
+__device__ __forceinline__ Item item_at(const Params& p, uint32_t number) {
   const uint32_t outer = p.inner_items.quotient(number);
   const uint32_t inner = number - outer * p.inner_items.divisor;
   return p.buffers_innermost ? Item{inner, outer * p.units_per_item} : Item{outer, inner * p.units_per_item};
@@ -88,80 +92,147 @@ struct UnitIndex {
   int64_t src;
 };
 
-template <class P>
-__device__ __forceinline__ UnitIndex fetch_index(const P& p, const Item& item, uint32_t lane) {
+__device__ __forceinline__ UnitIndex fetch_index(const Params& p, const Item& item, uint32_t lane) {
   const uint32_t unit = item.first_unit + lane;
   if (lane >= p.units_per_item || unit >= p.num_units) return {-1, -1};
   const uint32_t position = p.units_per_index.quotient(unit);
   return {load_index(p.dst, p.is_int64, position), load_index(p.src, p.is_int64, position)};
 }
 
-template <int kWidth, int kBuffers>
-__global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_constant__ Params<kBuffers> p) {
+// What a warp knows of its current item: per lane the addresses of one unit. A unit whose index is outside its pool is
+// read from slot 0 and written nowhere (dst is null).
+struct Units {
+  const char* src;
+  char* dst;
+  uint32_t count;
+};
+
+__device__ __forceinline__ Units locate(const Params& p, const Item& item, const UnitIndex& index, uint32_t lane) {
+  Units units;
+  units.src = p.src_base[item.buffer];
+  units.dst = nullptr;
+  units.count = min(p.units_per_item, p.num_units - item.first_unit);
+  if (lane >= units.count) return units;
+  const uint32_t unit = item.first_unit + lane;
+  const uint32_t position = p.units_per_index.quotient(unit);
+  const bool dst_ok = static_cast<uint64_t>(index.dst) < static_cast<uint64_t>(p.dst.num_entries);
+  const bool src_ok = static_cast<uint64_t>(index.src) < static_cast<uint64_t>(p.src.num_entries);
+  if (dst_ok && src_ok) {
+    const uint32_t in_index = unit - position * p.units_per_index.divisor;
+    const uint32_t token = p.pieces.quotient(in_index);
+    const uint32_t piece = in_index - token * p.pieces.divisor;
+    units.dst = p.dst_base[item.buffer] + offset_of(p.dst, index.dst * p.slots_per_index + token, piece);
+    units.src += offset_of(p.src, index.src * p.slots_per_index + token, piece);
+  } else if (!dst_ok) {
+    record_fault(p.fault, kFaultTransferDst, p.first_position + position, index.dst, p.dst.num_entries);
+  } else {
+    record_fault(p.fault, kFaultTransferSrc, p.first_position + position, index.src, p.src.num_entries);
+  }
+  return units;
+}
+
+// True for all lanes when the units follow each other without a gap on both sides and all may be written.
+__device__ __forceinline__ bool is_stretch(const Units& units, uint32_t unit_bytes, uint32_t lane) {
+  const uint32_t before = lane > 0 ? lane - 1 : 0;
+  const char* src_before = shuffle_pointer(units.src, before);
+  const char* dst_before = shuffle_pointer(units.dst, before);
+  const bool follows = lane == 0 || (units.src == src_before + unit_bytes && units.dst == dst_before + unit_bytes);
+  return __all_sync(0xffffffffu, lane >= units.count || (units.dst != nullptr && follows));
+}
+
+// kLoads packages a lane, from package `first` on; those from `total` on are not written.
+template <int kWidth, int kLoads>
+__device__ __forceinline__ void copy_round(char* dst, const char* src, uint32_t first, uint32_t total) {
   using Package = typename PackageOf<kWidth>::type;
+  Package held[kLoads];
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) held[j] = load_once<Package>(src + uint64_t{min(first + j * 32, total - 1)} * kWidth);
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+    store_once_if(first + j * 32 < total, dst + uint64_t{first + j * 32} * kWidth, held[j]);
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ void copy_stretch(const Units& units, uint32_t packages, uint32_t lane) {
+  const uint32_t total = units.count * packages;
+  const char* src = shuffle_pointer(units.src, 0);
+  char* dst = shuffle_pointer(units.dst, 0);
+  uint32_t done = 0;
+  while (done < total) {
+    if (total - done > 32 * kStretchTailLoads) {
+      copy_round<kWidth, kStretchLoads>(dst, src, done + lane, total);
+      done += 32 * kStretchLoads;
+    } else {
+      copy_round<kWidth, kStretchTailLoads>(dst, src, done + lane, total);
+      done += 32 * kStretchTailLoads;
+    }
+  }
+}
+
+// Groups of `lanes` lanes move a unit each, kUnits of them at a time, kLoads packages a lane and unit in flight.
+template <int kWidth, int kUnits, int kLoads>
+__device__ __forceinline__ void copy_units(const Params& p, const Units& units, uint32_t lane) {
+  using Package = typename PackageOf<kWidth>::type;
+  const uint32_t lanes = p.lanes_per_unit;
+  const uint32_t groups = 32 / lanes;
+  const uint32_t group = lane / lanes;
+  const uint32_t column = lane % lanes;
+  const uint32_t last = p.packages - 1;
+  for (uint32_t first = 0; first < units.count; first += groups * kUnits) {
+    const char* from[kUnits];
+    char* to[kUnits];
+#pragma unroll
+    for (int k = 0; k < kUnits; ++k) {
+      const uint32_t unit = first + k * groups + group;
+      from[k] = shuffle_pointer(units.src, min(unit, units.count - 1));
+      to[k] = shuffle_pointer(units.dst, min(unit, 31u));
+      if (unit >= units.count) to[k] = nullptr;
+    }
+    for (uint32_t at = column; at < p.packages + column; at += lanes * kLoads) {
+      Package held[kUnits][kLoads];
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+          held[k][j] = load_once<Package>(from[k] + uint64_t{min(at + j * lanes, last)} * kWidth);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kUnits; ++k) {
+#pragma unroll
+        for (int j = 0; j < kLoads; ++j) {
+          const bool wanted = to[k] != nullptr && at + j * lanes <= last;
+          store_once_if(wanted, to[k] + uint64_t{at + j * lanes} * kWidth, held[k][j]);
+        }
+      }
+    }
+  }
+}
+
+template <int kWidth, int kUnits, int kLoads>
+__global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_constant__ Params p) {
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t num_warps = gridDim.x * (kThreads / 32);
   uint32_t number = blockIdx.x * (kThreads / 32) + (threadIdx.x >> 5);
   if (number >= p.num_items) return;
   Item item = item_at(p, number);
   UnitIndex index = fetch_index(p, item, lane);
-
   while (true) {
-    // This lane's unit: addresses, or null when there is none or its index is outside the pool.
-    const char* unit_src = nullptr;
-    char* unit_dst = nullptr;
-    const uint32_t unit = item.first_unit + lane;
-    if (lane < p.units_per_item && unit < p.num_units) {
-      const uint32_t position = p.units_per_index.quotient(unit);
-      const bool dst_ok = static_cast<uint64_t>(index.dst) < static_cast<uint64_t>(p.dst.num_entries);
-      const bool src_ok = static_cast<uint64_t>(index.src) < static_cast<uint64_t>(p.src.num_entries);
-      if (dst_ok && src_ok) {
-        const uint32_t in_index = unit - position * p.units_per_index.divisor;
-        const uint32_t token = p.pieces.quotient(in_index);
-        const uint32_t piece = in_index - token * p.pieces.divisor;
-        unit_dst = p.dst_base[item.buffer] + offset_of(p.dst, index.dst * p.slots_per_index + token, piece);
-        unit_src = p.src_base[item.buffer] + offset_of(p.src, index.src * p.slots_per_index + token, piece);
-      } else if (!dst_ok) {
-        record_fault(p.fault, kFaultTransferDst, p.first_position + position, index.dst, p.dst.num_entries);
-      } else {
-        record_fault(p.fault, kFaultTransferSrc, p.first_position + position, index.src, p.src.num_entries);
-      }
-    }
-    const uint32_t units = min(p.units_per_item, p.num_units - item.first_unit);
-
+    const Units units = locate(p, item, index, lane);
     number += num_warps;
     const bool more = number < p.num_items;
     if (more) {
       item = item_at(p, number);
       index = fetch_index(p, item, lane);
     }
-
-    const uint32_t total = units * p.packages.divisor;
-    for (uint32_t first = 0; first < total; first += 32 * kLoadsInFlight) {
-      Package held[kLoadsInFlight];
-      char* to[kLoadsInFlight];
-#pragma unroll
-      for (int u = 0; u < kLoadsInFlight; ++u) {
-        const uint32_t i = first + u * 32 + lane;
-        const uint32_t row = p.packages.quotient(i);
-        const uint32_t column = i - row * p.packages.divisor;
-        const uint32_t from_lane = row & 31;
-        const char* from = shuffle_pointer(unit_src, from_lane) + column * kWidth;
-        to[u] = shuffle_pointer(unit_dst, from_lane);
-        if (i >= total) to[u] = nullptr;
-        if (to[u] != nullptr) {
-          held[u] = load_once<Package>(from);
-          to[u] += column * kWidth;
-        }
+    if (is_stretch(units, p.unit_bytes, lane)) {
+      copy_stretch<kWidth>(units, p.packages, lane);
+    } else {
+      copy_units<kWidth, kUnits, kLoads>(p, units, lane);
+      if (p.remainder != 0 && units.dst != nullptr) {
+        copy_remainder<kWidth>(units.dst + p.packages * kWidth, units.src + p.packages * kWidth, p.remainder);
       }
-#pragma unroll
-      for (int u = 0; u < kLoadsInFlight; ++u) {
-        if (to[u] != nullptr) store_once(to[u], held[u]);
-      }
-    }
-    if (p.remainder != 0 && unit_dst != nullptr) {
-      const uint32_t done = p.packages.divisor * kWidth;
-      copy_remainder<kWidth>(unit_dst + done, unit_src + done, p.remainder);
     }
     if (!more) return;
   }
@@ -181,15 +252,31 @@ Side make_side(const PoolView& view, const IndexList& indices, int64_t first, in
   return side;
 }
 
-template <int kWidth, int kBuffers>
-void launch(const Params<kBuffers>& params, int64_t num_blocks, Stream stream) {
-  register_copy<kWidth, kBuffers><<<static_cast<unsigned>(num_blocks), kThreads, 0, stream>>>(params);
+using Kernel = void (*)(Params);
+
+// The kernel for a package width and a split; narrow packages have fewer splits.
+template <int kWidth>
+Kernel kernel_of(const LaneSplit& split) {
+  if (split.units_per_lane == 8) return register_copy<kWidth, 8, 2>;
+  if (split.units_per_lane == 4) return register_copy<kWidth, 4, 4>;
+  if (split.units_per_lane == 2 && split.loads_per_unit == 9) return register_copy<kWidth, 2, 9>;
+  if (split.units_per_lane == 2) return register_copy<kWidth, 2, 8>;
+  return register_copy<kWidth, 1, 16>;
 }
 
-template <int kBuffers>
+Kernel kernel_of(int64_t package_bytes, const LaneSplit& split) {
+  switch (package_bytes) {
+    case 16: return kernel_of<16>(split);
+    case 8: return kernel_of<8>(split);
+    case 4: return kernel_of<4>(split);
+    case 2: return kernel_of<2>(split);
+    default: return kernel_of<1>(split);
+  }
+}
+
 void launch_buffers(const TransferRequest& request, const BufferGroup& group, const RegisterPlan& plan, int64_t first,
                     size_t first_buffer, size_t count, FaultRecord* fault, Stream stream) {
-  Params<kBuffers> p;
+  Params p;
   for (size_t b = 0; b < count; ++b) {
     p.dst_base[b] = group.dst_base[first_buffer + b];
     p.src_base[b] = group.src_base[first_buffer + b];
@@ -198,7 +285,9 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
   p.src = make_side(plan.src, request.src_indices, first, plan.slots_per_index);
   p.pieces = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces));
   p.units_per_index = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces * plan.slots_per_index));
-  p.packages = FastDivide(static_cast<uint32_t>(plan.packages));
+  p.unit_bytes = static_cast<uint32_t>(plan.dst.piece_bytes);
+  p.packages = static_cast<uint32_t>(plan.packages);
+  p.lanes_per_unit = static_cast<uint32_t>(plan.split.lanes_per_unit);
   p.fault = fault;
   p.first_position = first;
   p.slots_per_index = plan.slots_per_index;
@@ -210,13 +299,9 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
   p.buffers_innermost = plan.buffers_innermost;
   p.inner_items = FastDivide(plan.buffers_innermost ? static_cast<uint32_t>(count) : items_per_buffer);
   p.is_int64 = request.dst_indices.is_int64;
-  switch (plan.package_bytes) {
-    case 16: return launch<16>(p, plan.num_blocks, stream);
-    case 8: return launch<8>(p, plan.num_blocks, stream);
-    case 4: return launch<4>(p, plan.num_blocks, stream);
-    case 2: return launch<2>(p, plan.num_blocks, stream);
-    default: return launch<1>(p, plan.num_blocks, stream);
-  }
+  const Kernel kernel = kernel_of(plan.package_bytes, plan.split);
+  kernel<<<static_cast<unsigned>(plan.num_blocks), kThreads, 0, stream>>>(p);
+  check("transfer", "launching the register kernel", cudaGetLastError());
 }
 
 }  // namespace
@@ -230,12 +315,7 @@ void launch_register(const TransferRequest& request, const BufferGroup& group, i
     const size_t buffers = group.dst_base.size();
     for (size_t b = 0; b < buffers; b += kMaxBuffers) {
       const size_t count = std::min<size_t>(kMaxBuffers, buffers - b);
-      if (count <= kFewBuffers) {
-        launch_buffers<kFewBuffers>(request, group, plan, first, b, count, fault, stream);
-      } else {
-        launch_buffers<kMaxBuffers>(request, group, plan, first, b, count, fault, stream);
-      }
-      check("transfer", "launching the register kernel", cudaGetLastError());
+      launch_buffers(request, group, plan, first, b, count, fault, stream);
     }
   }
 }

@@ -62,6 +62,31 @@ bool buffers_share_pages(const BufferGroup& group) {
 
 }  // namespace
 
+LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes) {
+  constexpr int64_t kLine = 128;
+  constexpr LaneSplit kKernels[] = {{0, 1, 16}, {0, 2, 8}, {0, 2, 9}, {0, 4, 4}, {0, 8, 2}};
+  LaneSplit best;
+  double best_score = 0;
+  for (int64_t lanes = 32; lanes >= 1; lanes /= 2) {
+    // A group that reads less than a line at once asks the link for several small reads in place of one.
+    const int64_t read = lanes * package_bytes;
+    const int64_t unit_bytes = packages * package_bytes;
+    const double whole_lines = read >= kLine || read >= unit_bytes ? 1.0 : (read * 2 >= kLine ? 0.8 : 0.5);
+    for (const LaneSplit& kernel : kKernels) {
+      const int64_t loads = (packages + lanes - 1) / lanes;
+      const int64_t rounds = (loads + kernel.loads_per_unit - 1) / kernel.loads_per_unit;
+      const double busy = static_cast<double>(packages) / static_cast<double>(rounds * kernel.loads_per_unit * lanes);
+      const double score = busy * whole_lines;
+      if (score > best_score * 1.001) {
+        best_score = score;
+        best = kernel;
+        best.lanes_per_unit = lanes;
+      }
+    }
+  }
+  return best;
+}
+
 int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup& group) {
   const int64_t piece_parts = std::max<int64_t>(1, group.dst.piece_bytes / 16);
   return std::max<int64_t>(1, kMaxUnits / (request.slots_per_index * group.dst.num_pieces * piece_parts));
@@ -80,6 +105,7 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   const int64_t piece = plan.dst.piece_bytes;
   plan.packages = piece / plan.package_bytes;
   plan.remainder = piece % plan.package_bytes;
+  plan.split = choose_lane_split(plan.packages, plan.package_bytes);
   plan.units = range * plan.slots_per_index * plan.dst.num_pieces;
   plan.buffers_innermost = buffers_share_pages(group);
 

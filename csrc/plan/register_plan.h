@@ -7,6 +7,17 @@
 
 namespace kvio {
 
+// How the lanes of a warp share units that do not follow each other: groups of `lanes_per_unit` lanes take a unit each,
+// `units_per_lane` of them at a time, and every lane has `loads_per_unit` packages of each in flight.
+struct LaneSplit {
+  int64_t lanes_per_unit = 8;
+  int64_t units_per_lane = 1;
+  int64_t loads_per_unit = 16;
+};
+
+// The split that keeps most lanes busy without cutting 128-byte lines, among those that have a kernel.
+LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes);
+
 // What one launch needs besides addresses. A unit is one piece of one slot; an item is up to `units_per_item`
 // consecutive units of one buffer, and one warp moves it.
 struct RegisterPlan {
@@ -16,6 +27,7 @@ struct RegisterPlan {
   int64_t package_bytes = 16;  // one load
   int64_t packages = 0;        // whole packages of one unit
   int64_t remainder = 0;       // bytes of a unit after them
+  LaneSplit split;
   int64_t units = 0;           // of one buffer
   int64_t units_per_item = 32;
   int64_t num_blocks = 1;
@@ -25,8 +37,8 @@ struct RegisterPlan {
 };
 
 struct RegisterPolicy {
-  int64_t warps_per_block = 32;
-  int64_t bytes_per_warp_step = 4096;  // 32 lanes, 8 loads of 16 bytes in flight
+  int64_t warps_per_block = 16;
+  int64_t bytes_per_warp_step = 8192;  // 32 lanes, 16 loads of 16 bytes in flight
   int64_t max_units_per_item = 32;     // one lane works out one unit's addresses
   int64_t long_piece_bytes = 8192;     // a longer piece is cut so that several warps share it
   int64_t link_blocks = 4;             // fill a host link in both directions for every layout measured

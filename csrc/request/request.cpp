@@ -65,6 +65,39 @@ void check_not_expanded(const char* op, size_t i, const TensorView& dst) {
   }
 }
 
+// With no valid index there is no row that a kernel could touch safely.
+void check_not_empty(const char* op, const TransferRequest& request) {
+  const auto check = [&](const char* argument, const BufferGroup& group, const PoolView& view) {
+    if (view.slots >= request.slots_per_index) return;
+    fail(op, argument, "[", group.position[0], "] has ", view.slots, " token slots, less than one index names (",
+         request.slots_per_index, "); it needs at least that many when there are indices");
+  };
+  for (const BufferGroup& group : request.groups) {
+    check("dst", group, group.dst);
+    check("src", group, group.src);
+  }
+}
+
+// What kernels count in 32 bits.
+void check_countable(const char* op, const TransferRequest& request) {
+  constexpr int64_t kMost = int64_t{1} << 30;
+  const auto check = [&](const char* argument, const BufferGroup& group, const PoolView& view) {
+    if (!view.is_flat() && view.slots > 2 * kMost) {
+      fail(op, argument, "[", group.position[0], "] has ", view.slots, " token slots in pages apart from each other; it "
+           "needs at most ", 2 * kMost, ", or pages that follow each other");
+    }
+    if (request.slots_per_index > kMost / view.num_pieces) {
+      fail(op, "page_size is ", request.page_size, " with rows of ", view.num_pieces, " pieces; it needs at most ", kMost,
+           " pieces a page");
+    }
+  };
+  for (const BufferGroup& group : request.groups) {
+    if (group.dst.row_bytes() == 0) continue;
+    check("dst", group, group.dst);
+    check("src", group, group.src);
+  }
+}
+
 void check_options(const char* op, const TransferOptions& o) {
   if (o.row_ndim < 0) fail(op, "row_ndim is ", o.row_ndim, "; it needs 0 or more");
   if (o.page_size < 1) fail(op, "page_size is ", o.page_size, "; it needs 1 or more");
@@ -171,6 +204,8 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
     request.groups[g].src_base.push_back(src[i].data);
     request.groups[g].position.push_back(static_cast<int64_t>(i));
   }
+  if (request.num_indices > 0) check_not_empty(op, request);
+  check_countable(op, request);
   return request;
 }
 

@@ -1,0 +1,198 @@
+"""torch.compile on a GPU, with page-locked pools, and opcheck on GPU tensors."""
+
+import cases
+import pytest
+import torch
+import torch._dynamo
+from reference import assert_same_bytes, moved
+from test_compile import FUNCTIONS, check_compiled, make_arguments
+from test_schema import transfer_samples
+
+import sgl_kvio
+
+transfer = torch.ops.kvio.transfer
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_compiled_function_leaves_the_same_bytes(function, backend):
+    check_compiled(function, backend, make_arguments("cuda"))
+
+
+def everything(dst, src, at, frm):
+    results = [function(dst, src, at, frm) for function in FUNCTIONS]
+    return torch.cat([result.flatten() for result in results])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_keeps_every_copy(dynamic):
+    check_compiled(everything, "inductor", make_arguments("cuda"), dynamic=dynamic)
+
+
+def pinned_arguments():
+    """Device pool, page-locked host pool, indices on the GPU."""
+    device, host, at, frm = make_arguments()
+    return device.cuda(), host.pin_memory(), at.cuda(), frm.cuda()
+
+
+def restore_and_read(device, host, at, frm):
+    device.add_(5)
+    transfer([device], [host], at, frm)
+    return device * 3
+
+
+def restore_into_views_and_read(device, host, at, frm):
+    device.mul_(2)
+    transfer([device[8:12], device[:4]], [host[4:8], host[:4]], at, frm)
+    return device.sum(dim=0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("function", [restore_and_read, restore_into_views_and_read])
+def test_a_restore_from_a_page_locked_pool_is_kept(function, backend):
+    torch._dynamo.reset()
+    device, host, at, frm = pinned_arguments()
+    twin = device.clone()
+    want = function(twin, host, at, frm)
+    got = torch.compile(function, backend=backend, fullgraph=True)(device, host, at, frm)
+    assert_same_bytes(got, want, "result")
+    assert_same_bytes(device, twin, "device pool")
+
+
+def write_back(host, device, at, frm):
+    transfer([host], [device * 2], at, frm)
+    return device + 1
+
+
+def write_back_to_views(host, device, at, frm):
+    transfer([host[8:], host[:8]], [device[:8], device[8:]], at, frm)
+    return device + 1
+
+
+def write_back_layers(host, device, at, frm):
+    layers = device.unflatten(0, (4, 4))
+    transfer(list(host.unflatten(0, (4, 4)).unbind(0)), list(layers.unbind(0)), at, frm)
+    return device + 1
+
+
+def write_back_twice(host, device, at, frm):
+    transfer([host], [device], at, frm)
+    transfer([host], [device + 1], frm + 8, at)
+    return device + 1
+
+
+WRITE_BACKS = [write_back, write_back_to_views, write_back_layers, write_back_twice]
+
+
+def write_back_arguments():
+    device, host, at, frm = pinned_arguments()
+    return host, device, at, frm
+
+
+def check_write_back(function, backend):
+    """Compiled and eager write-backs leave the same bytes in page-locked memory, in place."""
+    torch._dynamo.reset()
+    arguments = write_back_arguments()
+    host, device, at, frm = arguments
+    twin = host.clone().pin_memory()
+    want = function(twin, device, at, frm)
+    torch.cuda.synchronize()
+    address = host.data_ptr()
+    got = torch.compile(function, backend=backend, fullgraph=True)(*arguments)
+    torch.cuda.synchronize()
+    assert_same_bytes(got, want, "result")
+    assert_same_bytes(host, twin, "host pool")
+    assert host.data_ptr() == address
+    assert host.is_pinned()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("function", WRITE_BACKS)
+def test_a_page_locked_destination_is_written_where_it_lies(function, backend):
+    check_write_back(function, backend)
+
+
+@pytest.mark.parametrize("function", WRITE_BACKS)
+def test_a_destination_that_aot_eager_cloned_is_right_or_refused_in_words(function):
+    """Functionalization hands the op a pageable clone: it must never reach the kernel."""
+    try:
+        check_write_back(function, "aot_eager")
+    except RuntimeError as error:
+        assert "page-locked" in str(error)
+        assert "clone" in str(error)
+    torch.cuda.synchronize()
+    sgl_kvio.check()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_page_locked_pool_held_by_a_module_is_written(backend):
+    class Holder(torch.nn.Module):
+        def __init__(self, pool):
+            super().__init__()
+            self.pool = pool
+
+        def forward(self, device, at, frm):
+            transfer([self.pool], [device], at, frm)
+            return device + 1
+
+    torch._dynamo.reset()
+    host, device, at, frm = write_back_arguments()
+    want = moved(host, device, at.cpu(), frm.cpu())
+    torch.compile(Holder(host), backend=backend, fullgraph=True)(device, at, frm)
+    torch.cuda.synchronize()
+    assert_same_bytes(host, want, "host pool")
+
+
+def test_a_compiled_restore_can_be_captured_and_replayed():
+    torch._dynamo.reset()
+    device, host, at, frm = pinned_arguments()
+    compiled = torch.compile(restore_and_read, backend="inductor", fullgraph=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        compiled(device, host, at, frm)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = compiled(device, host, at, frm)
+    for seed in (5, 6):
+        host.copy_(cases.contiguous_pool(host.shape, host.dtype, seed) % 1000)
+        twin = device.clone()
+        want = restore_and_read(twin, host, at, frm)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bytes(got, want, "result")
+        assert_same_bytes(device, twin, "device pool")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_an_out_of_range_index_in_a_compiled_function_is_reported(backend):
+    torch._dynamo.reset()
+    device, host, at, frm = pinned_arguments()
+    compiled = torch.compile(restore_and_read, backend=backend, fullgraph=True)
+    compiled(device, host, at, frm)
+    sgl_kvio.check()
+    at[1] = 16
+    compiled(device, host, at, frm)
+    with pytest.raises(RuntimeError, match=r"dst_indices\[1\].*16"):
+        sgl_kvio.check()
+
+
+# opcheck clones its arguments, which makes page-locked memory pageable: GPU tensors only.
+
+
+@pytest.mark.parametrize(
+    "sample", list(transfer_samples()), ids=lambda sample: str(sample[1]) or "defaults"
+)
+@pytest.mark.parametrize("index_place", ["cpu", "cuda"])
+def test_opcheck_passes_on_transfer(sample, index_place):
+    (dst, src, at, frm), options = sample
+    lists = [[t.cuda() for t in side] for side in (dst, src)]
+    arguments = (*lists, at.to(index_place), frm.to(index_place))
+    torch.library.opcheck(torch.ops.kvio.transfer.default, arguments, options)
+
+
+def test_opcheck_passes_on_memcpy_batch():
+    dst, src = ([cases.contiguous_pool((8, 16), torch.int32, s).cuda()] for s in (0, 1))
+    arguments = (dst, src, [0, 64], [128, 3], [16, 5])
+    torch.library.opcheck(torch.ops.kvio.memcpy_batch.default, arguments)

@@ -1,0 +1,464 @@
+"""LayerwiseLoader without a GPU: right bytes, right order, errors, lifetime of what a load uses."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from sgl_kvio import HostKVPool, LayerwiseLoader, ops
+
+COMBINATIONS = pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (kind, layout)
+        for kind in ("mha", "mla", "k_only", "asymmetric")
+        for layout in ("layer_first", "page_first", "page_first_direct", "page_head")
+        if layout != "page_head" or kind == "mha"
+    ],
+)
+N, P, L = 6, 4, 3
+WAIT_S = 30.0
+
+
+def make_pool(kind="mha", layout="page_first", num_pages=N):
+    return HostKVPool(
+        kind,
+        layout,
+        num_pages=num_pages,
+        page_size=P,
+        num_layers=L,
+        num_heads=1 if kind == "mla" else 2,
+        head_dim=6,
+        v_head_dim=4 if kind == "asymmetric" else None,
+        dtype=torch.int16,
+        device="cpu",
+    )
+
+
+def randomize(pool):
+    for tensor in pool.tensors:
+        tensor.copy_(torch.randint(-32768, 32767, tensor.shape, dtype=tensor.dtype))
+    return pool
+
+
+def rows(view, slots):
+    return view[slots] if view.dim() == 3 else view[slots // P, slots % P]
+
+
+def put_rows(view, slots, values):
+    view[(slots,) if view.dim() == 3 else (slots // P, slots % P)] = values
+
+
+def flat_layers(seed=0, slots=16, layers=L):
+    """Layers of one flat buffer of [slots, 2, 3] numbers, all different."""
+    return [
+        [torch.arange(slots * 6, dtype=torch.int32).view(slots, 2, 3) + 1000 * (seed + i)]
+        for i in range(layers)
+    ]
+
+
+class Gate:
+    """Stands in for ops.transfer: lets through one layer each time `open` is called."""
+
+    def __init__(self, monkeypatch):
+        self._transfer = ops.transfer
+        self._turns = threading.Semaphore(0)
+        self.started = []
+        monkeypatch.setattr(ops, "transfer", self)
+
+    def __call__(self, *args, **options):
+        self.started.append(args)
+        assert self._turns.acquire(timeout=WAIT_S)
+        self._transfer(*args, **options)
+
+    def open(self, layers=1):
+        self._turns.release(layers)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    made = Gate(monkeypatch)
+    yield made
+    made.open(1000)
+
+
+# ------------------------------------------------------------------------------------------ bytes
+
+
+@COMBINATIONS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_load_brings_the_rows_and_leaves_every_other_byte_alone(kind, layout, dtype):
+    with (
+        randomize(make_pool(kind, layout)) as host,
+        randomize(make_pool(kind, "layer_first")) as to,
+    ):
+        host_slots = host.token_indices([4, 0, 5], 10).to(dtype)
+        device_slots = torch.tensor([23, 0, 1, 7, 5, 4, 8, 12, 13, 20], dtype=dtype)
+        source = [tensor.clone() for tensor in host.tensors]
+        want = [view.clone() for view in to.all_layers()]
+        for view, src in zip(want, host.all_layers(), strict=True):
+            put_rows(view, device_slots.long(), rows(src, host_slots.long()))
+        with LayerwiseLoader(host.layers(), to.layers(), page_size=P) as loader:
+            load = loader.load(host_slots, device_slots)
+            for i in range(L):
+                load.wait_layer(i)
+            load.wait()
+            assert load.done()
+        assert all(torch.equal(a, b) for a, b in zip(to.all_layers(), want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(host.tensors, source, strict=True))
+
+
+def test_page_indices_bring_whole_pages():
+    with randomize(make_pool(layout="page_head")) as host, randomize(make_pool()) as to:
+        want = [view.clone() for view in to.all_layers()]
+        for view, src in zip(want, host.all_layers(), strict=True):
+            put_rows(view, to.token_indices([1, 0]), rows(src, host.token_indices([2, 5])))
+        with LayerwiseLoader(host.layers(), to.layers(), page_size=P) as loader:
+            loader.load(torch.tensor([2, 5]), torch.tensor([1, 0]), index_unit="page").wait()
+        assert all(torch.equal(a, b) for a, b in zip(to.all_layers(), want, strict=True))
+
+
+def test_a_load_of_nothing_changes_nothing():
+    host, to = flat_layers(1), flat_layers(9)
+    empty = torch.empty(0, dtype=torch.int64)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(empty, empty)
+        load.wait_layer(L - 1)
+        load.synchronize()
+        assert load.done()
+    assert all(torch.equal(a[0], b[0]) for a, b in zip(to, flat_layers(9), strict=True))
+
+
+def test_a_load_of_no_layers_is_done():
+    with LayerwiseLoader([], []) as loader:
+        load = loader.load(torch.tensor([0]), torch.tensor([0]))
+        load.wait()
+        load.synchronize()
+        assert loader.num_layers == 0
+        deadline = time.monotonic() + WAIT_S
+        while not load.done():
+            assert time.monotonic() < deadline
+
+
+def test_a_layer_may_be_given_as_one_tensor():
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader([layer[0] for layer in host], [layer[0] for layer in to]) as loader:
+        loader.load(torch.tensor([3]), torch.tensor([5])).wait()
+    for src, dst in zip(host, to, strict=True):
+        assert torch.equal(dst[0][5], src[0][3])
+
+
+# ------------------------------------------------------------------------------------------ order
+
+
+def test_a_layer_is_not_there_before_wait_layer_and_later_ones_are_not_waited_for(gate):
+    host, to = flat_layers(1), flat_layers(9)
+    slots = torch.arange(16)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(slots, slots)
+        for i in range(L):
+            assert not load.done()
+            assert torch.equal(to[i][0], flat_layers(9)[i][0])
+            gate.open()
+            load.wait_layer(i)
+            assert torch.equal(to[i][0], host[i][0])
+        load.wait()
+        assert load.done()
+
+
+def test_wait_layer_blocks_until_the_layer_is_in_place(gate):
+    host, to = flat_layers(1), flat_layers(9)
+    slots = torch.arange(16)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(slots, slots)
+        seen = []
+
+        def consume():
+            load.wait_layer(1)
+            seen.append(to[1][0].clone())
+
+        consumer = threading.Thread(target=consume)
+        consumer.start()
+        gate.open()
+        load.wait_layer(0)
+        time.sleep(0.05)
+        assert seen == []
+        gate.open()
+        consumer.join(WAIT_S)
+        assert torch.equal(seen[0], host[1][0])
+        gate.open()
+
+
+@pytest.mark.parametrize("wait", ["wait", "synchronize"])
+def test_wait_and_synchronize_block_until_the_last_layer(monkeypatch, wait):
+    transfer = ops.transfer
+
+    def slow(*args, **options):
+        time.sleep(0.02)
+        transfer(*args, **options)
+
+    monkeypatch.setattr(ops, "transfer", slow)
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(torch.arange(16), torch.arange(16))
+        getattr(load, wait)()
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(to, host, strict=True))
+
+
+def test_two_loads_run_in_the_order_of_the_calls(gate):
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader(host, to) as loader:
+        first = loader.load(torch.tensor([0, 1]), torch.tensor([5, 6]))
+        second = loader.load(torch.tensor([7]), torch.tensor([5]))
+        gate.open(L)
+        first.wait()
+        assert torch.equal(to[0][0][5], host[0][0][0])
+        assert not second.done()
+        gate.open(L)
+        second.wait()
+        for src, dst in zip(host, to, strict=True):
+            assert torch.equal(dst[0][5], src[0][7])
+            assert torch.equal(dst[0][6], src[0][1])
+
+
+def test_the_loaders_wait_layer_is_that_of_the_newest_load(gate):
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader(host, to) as loader:
+        loader.wait_layer(0)
+        loader.load(torch.tensor([0]), torch.tensor([5]))
+        loader.load(torch.tensor([7]), torch.tensor([5]))
+        gate.open(L + 1)
+        loader.wait_layer(0)
+        assert torch.equal(to[0][0][5], host[0][0][7])
+        gate.open(L)
+
+
+def test_layers_of_loads_from_several_threads_do_not_mix(monkeypatch):
+    order, transfer = [], ops.transfer
+
+    def record(dst, src, dst_indices, src_indices, **options):
+        order.append((int(src_indices[0]), dst[0].data_ptr()))
+        transfer(dst, src, dst_indices, src_indices, **options)
+
+    monkeypatch.setattr(ops, "transfer", record)
+    host, to = flat_layers(1), flat_layers(9)
+    pointers = [layer[0].data_ptr() for layer in to]
+    with LayerwiseLoader(host, to) as loader:
+        threads = [
+            threading.Thread(target=loader.load, args=(torch.tensor([i]), torch.tensor([i])))
+            for i in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(order) == 8 * L
+    for start in range(0, len(order), L):
+        assert [pointer for _, pointer in order[start : start + L]] == pointers
+        assert len({load for load, _ in order[start : start + L]}) == 1
+
+
+@pytest.mark.parametrize("layer", [-1, L])
+def test_waiting_for_a_layer_that_does_not_exist_is_refused(layer):
+    with LayerwiseLoader(flat_layers(), flat_layers()) as loader:
+        load = loader.load(torch.tensor([0]), torch.tensor([0]))
+        with pytest.raises(IndexError, match=rf"layer got {layer}; needs 0\.\.2"):
+            load.wait_layer(layer)
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("wait", ["wait", "synchronize", "wait_layer"])
+def test_an_error_of_the_copying_comes_out_of_every_wait(wait):
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(torch.tensor([0, 16]), torch.tensor([0, 1]))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="kvio::transfer: src_indices"):
+                getattr(load, wait)(*([0] if wait == "wait_layer" else []))
+        assert load.done()
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(to, flat_layers(9), strict=True))
+        loader.load(torch.tensor([2]), torch.tensor([3])).wait()
+        assert torch.equal(to[2][0][3], host[2][0][2])
+
+
+def test_layers_after_a_failed_one_fail_with_it_and_are_not_copied(monkeypatch):
+    transfer, failing = ops.transfer, []
+
+    def fail_in_layer_1(dst, src, dst_indices, src_indices, **options):
+        failing.append(len(failing))
+        if failing[-1] == 1:
+            raise RuntimeError("the copying broke")
+        transfer(dst, src, dst_indices, src_indices, **options)
+
+    monkeypatch.setattr(ops, "transfer", fail_in_layer_1)
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(torch.arange(16), torch.arange(16))
+        load.wait_layer(0)
+        assert torch.equal(to[0][0], host[0][0])
+        for layer in (1, 2):
+            with pytest.raises(RuntimeError, match="the copying broke"):
+                load.wait_layer(layer)
+            assert torch.equal(to[layer][0], flat_layers(9)[layer][0])
+    assert failing == [0, 1]
+
+
+@pytest.mark.parametrize("option", [{"page_size": 0}, {"backend": "magic"}, {"row_ndim": 7}])
+def test_options_that_transfer_refuses_come_out_of_wait(option):
+    with LayerwiseLoader(flat_layers(), flat_layers(), **option) as loader:
+        load = loader.load(torch.tensor([0]), torch.tensor([0]))
+        with pytest.raises(RuntimeError, match=next(iter(option))):
+            load.wait()
+
+
+@pytest.mark.parametrize(
+    ("host", "device", "text"),
+    [
+        (flat_layers(layers=2), flat_layers(), r"host_layers got 2 layers; needs 3"),
+        ([[], []], [[], flat_layers()[0]], r"host_layers\[1\] got 0 buffers; needs 1"),
+        ([[3]], flat_layers(layers=1), r"host_layers\[0\]\[0\] got int; needs a Tensor"),
+        (
+            flat_layers(layers=1),
+            [[torch.empty(4, 1, 1, device="meta")]],
+            "device_layers got meta; needs the CPU or a GPU",
+        ),
+        (
+            [[torch.empty(4, 1, 1, device="meta")]],
+            flat_layers(layers=1),
+            r"host_layers\[0\]\[0\] got meta; needs cpu",
+        ),
+        (
+            flat_layers(layers=2),
+            [flat_layers()[0], [torch.empty(4, 1, 1, device="meta")]],
+            r"device_layers\[1\]\[0\] got meta; needs cpu",
+        ),
+    ],
+)
+def test_lists_that_do_not_fit_together_are_refused_by_name(host, device, text):
+    with pytest.raises(ValueError, match=text):
+        LayerwiseLoader(host, device)
+
+
+# --------------------------------------------------------------------------------------- lifetime
+
+
+def test_pools_and_indices_live_until_the_load_is_done(gate):
+    host, to = flat_layers(1), flat_layers(9)
+    host_slots, device_slots = torch.arange(16), torch.arange(16)
+    references = [weakref.ref(t) for t in (host_slots, device_slots, host[2][0], to[2][0])]
+    loader = LayerwiseLoader(host, to)
+    load = loader.load(host_slots, device_slots)
+    del host, to, host_slots, device_slots, loader
+    gc.collect()
+    assert all(reference() is not None for reference in references)
+    gate.started.clear()
+    gate.open(L)
+    load.synchronize()
+    assert torch.equal(references[3](), flat_layers(1)[2][0])
+    del load
+    gate.started.clear()
+    deadline = time.monotonic() + WAIT_S
+    while any(reference() is not None for reference in references):
+        assert time.monotonic() < deadline
+        gc.collect()
+
+
+def test_a_load_that_is_done_keeps_nothing_alive():
+    host, to = flat_layers(1), flat_layers(9)
+    host_slots = torch.arange(16)
+    reference = weakref.ref(host_slots)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(host_slots, torch.arange(16))
+        load.synchronize()
+        del host_slots
+        deadline = time.monotonic() + WAIT_S
+        while reference() is not None:
+            assert time.monotonic() < deadline
+            gc.collect()
+        assert load.done()
+
+
+def test_a_load_finishes_although_its_pool_was_closed(gate):
+    host, to = randomize(make_pool()), randomize(make_pool())
+    want = [rows(view, host.token_indices([1])).clone() for view in host.all_layers()]
+    kept = to.all_layers()
+    with LayerwiseLoader(host.layers(), to.layers()) as loader:
+        load = loader.load(host.token_indices([1]), to.token_indices([2]))
+        host.close()
+        to.close()
+        gate.open(L)
+        load.wait()
+    got = [rows(view, torch.arange(2 * P, 3 * P)) for view in kept]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_close_waits_for_the_loads_in_flight_and_ends_the_thread(monkeypatch):
+    transfer = ops.transfer
+
+    def slow(*args, **options):
+        time.sleep(0.02)
+        transfer(*args, **options)
+
+    monkeypatch.setattr(ops, "transfer", slow)
+    before = threading.active_count()
+    host, to = flat_layers(1), flat_layers(9)
+    loader = LayerwiseLoader(host, to)
+    load = loader.load(torch.arange(16), torch.arange(16))
+    assert threading.active_count() == before + 1
+    loader.close()
+    loader.close()
+    assert load.done()
+    assert torch.equal(to[2][0], host[2][0])
+    assert threading.active_count() == before
+    load.wait_layer(2)
+
+
+def test_a_loader_that_nobody_closed_ends_its_thread():
+    before = threading.active_count()
+    loader = LayerwiseLoader(flat_layers(1), flat_layers(9))
+    loader.load(torch.arange(16), torch.arange(16)).wait()
+    del loader
+    gc.collect()
+    deadline = time.monotonic() + WAIT_S
+    while threading.active_count() != before:
+        assert time.monotonic() < deadline
+
+
+def test_use_after_close_raises():
+    loader = LayerwiseLoader(flat_layers(), flat_layers())
+    loader.close()
+    index = torch.tensor([0])
+    for call in (lambda: loader.load(index, index), lambda: loader.wait_layer(0), loader.__enter__):
+        with pytest.raises(ValueError, match="after close"):
+            call()
+
+
+def test_a_failed_load_does_not_make_close_raise():
+    loader = LayerwiseLoader(flat_layers(), flat_layers())
+    load = loader.load(torch.tensor([99]), torch.tensor([0]))
+    loader.close()
+    with pytest.raises(RuntimeError, match="src_indices"):
+        load.wait()
+
+
+# ------------------------------------------------------------------------------------------- modes
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("made_in", [torch.inference_mode, torch.no_grad])
+def test_a_load_works_in_and_across_grad_modes(mode, made_in):
+    # Inference tensors are writable in inference mode only, and a worker thread starts outside.
+    with made_in():
+        host, to = flat_layers(1), flat_layers(9)
+    with mode():
+        loader = LayerwiseLoader(host, to)
+        load = loader.load(torch.arange(16), torch.arange(16))
+        for i in range(L):
+            load.wait_layer(i)
+            assert torch.equal(to[i][0], host[i][0])
+    loader.close()
