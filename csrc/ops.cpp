@@ -30,22 +30,36 @@ bool debug_checks() {
   return value != nullptr && *value != '\0' && *value != '0';
 }
 
-TransferRequest checked_request(const char* op, const Tensors& dst, const Tensors& src, const Tensor& dst_indices,
-                                const Tensor& src_indices, int64_t row_ndim, int64_t page_size,
-                                const std::string& index_unit, const std::string& backend, int64_t num_blocks) {
-  const TransferOptions options{row_ndim, page_size, index_unit, backend, num_blocks};
-  TransferRequest request = make_transfer_request(op, views_of(dst), views_of(src), view_of(dst_indices),
-                                                  view_of(src_indices), options, dtype_name);
-  if (request.index_device == DeviceKind::kCpu) check_cpu_indices(op, request, debug_checks());
-  return request;
-}
+// The arguments of transfer and explain in schema order, and the request made of them. Owns the arguments: the request
+// points into their tensors.
+class TransferCall {
+ public:
+  TransferCall(const char* op, StableIValue* stack)
+      : dst_(stack[0]), src_(stack[1]), dst_indices_(stack[2]), src_indices_(stack[3]) {
+    TransferOptions options;
+    options.row_ndim = torch::stable::detail::to<int64_t>(stack[4]);
+    options.page_size = torch::stable::detail::to<int64_t>(stack[5]);
+    options.index_unit = torch::stable::detail::to<std::string>(stack[6]);
+    options.backend = torch::stable::detail::to<std::string>(stack[7]);
+    options.num_blocks = torch::stable::detail::to<int64_t>(stack[8]);
+    request = make_transfer_request(op, dst_.views(), src_.views(), dst_indices_.view(), src_indices_.view(), options,
+                                    dtype_name);
+    if (request.index_device == DeviceKind::kCpu) check_cpu_indices(op, request, debug_checks());
+  }
 
-void transfer_cpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim, int64_t page_size,
-                  std::string index_unit, std::string backend, int64_t num_blocks) {
-  const TransferRequest request = checked_request("transfer", dst, src, dst_indices, src_indices, row_ndim, page_size,
-                                                  index_unit, backend, num_blocks);
-  choose_backend("transfer", backend, facts_of(request, false));
-  if (!request.empty()) cpu::transfer(request);
+  TransferRequest request;
+
+ private:
+  BoxedTensorList dst_;
+  BoxedTensorList src_;
+  BoxedTensor dst_indices_;
+  BoxedTensor src_indices_;
+};
+
+void transfer_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const TransferCall call("transfer", stack);
+  choose_backend("transfer", call.request.backend, facts_of(call.request, false));
+  if (!call.request.empty()) cpu::transfer(call.request);
 }
 
 void memcpy_batch_cpu(Tensors dst, Tensors src, std::vector<int64_t> dst_offsets, std::vector<int64_t> src_offsets,
@@ -71,20 +85,19 @@ std::string describe(const TransferRequest& request) {
   return text.str();
 }
 
-std::string explain_cpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim,
-                        int64_t page_size, std::string index_unit, std::string backend, int64_t num_blocks) {
-  const TransferRequest request = checked_request("explain", dst, src, dst_indices, src_indices, row_ndim, page_size,
-                                                  index_unit, backend, num_blocks);
-  const BackendChoice choice = choose_backend("explain", backend, facts_of(request, false));
-  return std::string("backend: ") + backend_name(choice.backend) + "\nreason: " + choice.reason + "\n" + describe(request);
+void explain_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const TransferCall call("explain", stack);
+  const TransferRequest& request = call.request;
+  const BackendChoice choice = choose_backend("explain", request.backend, facts_of(request, false));
+  stack[0] = torch::stable::detail::from(std::string("backend: ") + backend_name(choice.backend) +
+                                         "\nreason: " + choice.reason + "\n" + describe(request));
 }
 
 #ifdef KVIO_WITH_GPU
 
-void transfer_gpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim, int64_t page_size,
-                  std::string index_unit, std::string backend, int64_t num_blocks) {
-  gpu::transfer(checked_request("transfer", dst, src, dst_indices, src_indices, row_ndim, page_size, index_unit, backend,
-                                num_blocks));
+void transfer_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  TransferCall call("transfer", stack);
+  gpu::transfer(&call.request);
 }
 
 void memcpy_batch_gpu(Tensors dst, Tensors src, std::vector<int64_t> dst_offsets, std::vector<int64_t> src_offsets,
@@ -92,11 +105,9 @@ void memcpy_batch_gpu(Tensors dst, Tensors src, std::vector<int64_t> dst_offsets
   gpu::memcpy_batch(make_memcpy_batch_request(views_of(dst), views_of(src), dst_offsets, src_offsets, nbytes));
 }
 
-std::string explain_gpu(Tensors dst, Tensors src, Tensor dst_indices, Tensor src_indices, int64_t row_ndim,
-                        int64_t page_size, std::string index_unit, std::string backend, int64_t num_blocks) {
-  const TransferRequest request = checked_request("explain", dst, src, dst_indices, src_indices, row_ndim, page_size,
-                                                  index_unit, backend, num_blocks);
-  return gpu::explain(request) + describe(request);
+void explain_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  const TransferCall call("explain", stack);
+  stack[0] = torch::stable::detail::from(gpu::explain(call.request) + describe(call.request));
 }
 
 void host_register(Tensor tensor, int64_t chunk_bytes, int64_t device_index) {
@@ -170,9 +181,9 @@ STABLE_TORCH_LIBRARY(kvio, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvio, CPU, m) {
-  m.impl("transfer", TORCH_BOX(&kvio::transfer_cpu));
+  m.impl("transfer", &kvio::transfer_cpu);
   m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_cpu));
-  m.impl("explain", TORCH_BOX(&kvio::explain_cpu));
+  m.impl("explain", &kvio::explain_cpu);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
@@ -180,9 +191,9 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CPU, m) {
 
 #ifdef KVIO_WITH_GPU
 STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
-  m.impl("transfer", TORCH_BOX(&kvio::transfer_gpu));
+  m.impl("transfer", &kvio::transfer_gpu);
   m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_gpu));
-  m.impl("explain", TORCH_BOX(&kvio::explain_gpu));
+  m.impl("explain", &kvio::explain_gpu);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
 }

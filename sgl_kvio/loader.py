@@ -215,7 +215,8 @@ class LayerwiseLoader:
 
         Indices are as in ``sgl_kvio.transfer``: 1-D int32 or int64 of equal length, one entry a
         token slot (``index_unit="token"``) or page (``"page"``). CPU indices that do not fit raise
-        here when the device is a GPU; GPU indices out of range skip their rows and are reported by
+        here when the device is a GPU. GPU indices out of range skip their rows and raise from the
+        first call that sees it: this load at a later layer, another transfer, or
         ``sgl_kvio.check()``.
 
         Raises ValueError after ``close()``, RuntimeError inside a CUDA graph capture, and what

@@ -332,7 +332,10 @@ class HostMemory:
         self._release: weakref.finalize | None = None
         if device_index is not None:
             try:
-                ops.host_register(tensor, chunk_bytes, device_index)
+                # Selected by torch, whose guard goes back to a GPU without a context lazily: the
+                # op's own would make one there.
+                with torch.cuda.device(device_index):
+                    ops.host_register(tensor, chunk_bytes, device_index)
             except BaseException:
                 # The error's traceback keeps the mapping alive, so give its pages back without it.
                 _madvise(mapping, "MADV_DONTNEED", start, nbytes)
@@ -378,7 +381,9 @@ class HostMemory:
 
 def _unregister(tensor: torch.Tensor, device_index: int, owner_pid: int) -> None:
     # A forked child inherits the object, not the CUDA context that its parent registered with.
-    if os.getpid() == owner_pid:
+    if os.getpid() != owner_pid:
+        return
+    with torch.cuda.device(device_index):
         ops.host_unregister(tensor, device_index)
 
 

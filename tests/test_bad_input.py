@@ -186,7 +186,17 @@ BAD = {
         r"dst_indices\[[04]\]",
         "15",
     ),
-    "any index into a pool of no slots": (put("src", 1, pool(0, 2, 4)), r"src_indices\[0\]", "0"),
+    "any index into a pool of no slots": (put("src", 1, pool(0, 2, 4)), SRC, r"\b0\b"),
+    "a page longer than a pool": (
+        set_to(index_unit="page", page_size=SLOTS + 1, dst_indices=torch.zeros(5).long()),
+        r"(?:dst|src)\[0\]",
+        "17",
+    ),
+    "a page far longer than any pool": (
+        set_to(index_unit="page", page_size=2**40, dst_indices=torch.zeros(5).long()),
+        r"(?:dst|src)\[0\]|page_size",
+        str(2**40),
+    ),
 }
 
 

@@ -1,5 +1,6 @@
 """HostKVPool without a GPU: views, page bytes, the allocator, bad arguments, lifetime."""
 
+import contextlib
 import gc
 import math
 import mmap
@@ -534,6 +535,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(ops, "host_register", made.register)
     monkeypatch.setattr(ops, "host_unregister", made.unregister)
     monkeypatch.setattr(memory, "gpu_numa_node", lambda device_index: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)

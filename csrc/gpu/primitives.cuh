@@ -28,10 +28,8 @@ struct PackageOf<1> {
   using type = uint8_t;
 };
 
-// Reads a package that this kernel reads once: it does not displace other lines from L1. Never predicated: a load that
-// may not happen keeps its target in a second register until it has arrived, and the loads of an unrolled loop then wait
-// for one another. The address must be a multiple of the package size. @warning orders nothing; the bytes must not be
-// written by the same kernel.
+// Reads a package that this kernel reads once, so that it does not displace other lines from L1. The address must be a
+// multiple of the package size. @warning orders nothing; the bytes must not be written by the same kernel.
 template <class T>
 __device__ __forceinline__ T load_once(const void* address) {
   T value;
@@ -47,6 +45,25 @@ __device__ __forceinline__ T load_once(const void* address) {
   return value;
 }
 
+// As load_once, if `wanted`; else `value` stays. It must hold something before: a load that may not happen into an
+// undefined register is given a second register by the assembler, and then the loads of a loop wait for one another.
+template <class T>
+__device__ __forceinline__ void load_once_if(bool wanted, T& value, const void* address) {
+  const int predicate = wanted;
+  if constexpr (sizeof(T) == 16) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n @p ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
+        : "l"(address), "r"(predicate));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+                 : "+r"(value.x), "+r"(value.y)
+                 : "l"(address), "r"(predicate));
+  } else if (wanted) {
+    value = *static_cast<const volatile T*>(address);
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void store_once(void* address, const T& value) {
   if constexpr (sizeof(T) == 16) {
@@ -60,7 +77,7 @@ __device__ __forceinline__ void store_once(void* address, const T& value) {
   }
 }
 
-// As store_once, if `wanted`, without a branch.
+// As store_once, if `wanted`.
 template <class T>
 __device__ __forceinline__ void store_once_if(bool wanted, void* address, const T& value) {
   const int predicate = wanted;

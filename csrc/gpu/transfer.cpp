@@ -42,21 +42,22 @@ void translate_host_buffers(const char* op, TransferRequest* request) {
 
 }  // namespace
 
-void transfer(TransferRequest request) {
+void transfer(TransferRequest* request) {
   constexpr const char* op = "transfer";
-  const DeviceGuard guard(op, request.gpu_index);
-  raise_pending_fault(op, request.gpu_index);
-  const Stream stream = current_stream(op, request.gpu_index);
-  const bool cpu_indices = request.index_device == DeviceKind::kCpu;
-  choose_backend(op, request.backend, facts_of(request, cpu_indices && is_capturing(stream)));
-  if (request.empty()) return;
-  translate_host_buffers(op, &request);
+  const int device = request->gpu_index;
+  const DeviceGuard guard(op, device);
+  raise_pending_fault(op, device);
+  const Stream stream = current_stream(op, device);
+  const bool cpu_indices = request->index_device == DeviceKind::kCpu;
+  choose_backend(op, request->backend, facts_of(*request, cpu_indices && is_capturing(stream)));
+  if (request->empty()) return;
+  translate_host_buffers(op, request);
 
   std::optional<torch::stable::Tensor> indices;
-  if (cpu_indices) indices = upload_indices(op, &request, stream);
-  for (const BufferGroup& group : request.groups) {
+  if (cpu_indices) indices = upload_indices(op, request, stream);
+  for (const BufferGroup& group : request->groups) {
     if (group.dst.row_bytes() == 0) continue;
-    launch_register(request, group, sm_count(op, request.gpu_index), request.gpu_index, stream);
+    launch_register(*request, group, sm_count(op, device), device, stream);
   }
 }
 

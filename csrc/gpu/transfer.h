@@ -8,7 +8,8 @@
 
 namespace kvio::gpu {
 
-void transfer(TransferRequest request);
+// Replaces host addresses and CPU indices in `request` by what the GPU uses.
+void transfer(TransferRequest* request);
 
 void memcpy_batch(MemcpyBatchRequest request);
 

@@ -25,8 +25,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kStretchLoads = 16;
-constexpr int kStretchTailLoads = 4;
 constexpr int kMaxBuffers = 256;  // 128 layers x K and V
+constexpr int kFewBuffers = 8;    // a one-layer call, whose launch need not carry kilobytes of parameters
 
 struct Side {
   FastDivide page_slots;
@@ -39,9 +39,10 @@ struct Side {
   bool flat;
 };
 
+template <int kBuffers>
 struct Params {
-  char* dst_base[kMaxBuffers];
-  const char* src_base[kMaxBuffers];
+  char* dst_base[kBuffers];
+  const char* src_base[kBuffers];
   Side dst;
   Side src;
   FastDivide units_per_index;
@@ -66,7 +67,8 @@ struct Item {
   uint32_t first_unit;
 };
 
-__device__ __forceinline__ Item item_at(const Params& p, uint32_t number) {
+template <class P>
+__device__ __forceinline__ Item item_at(const P& p, uint32_t number) {
   const uint32_t outer = p.inner_items.quotient(number);
   const uint32_t inner = number - outer * p.inner_items.divisor;
   return p.buffers_innermost ? Item{inner, outer * p.units_per_item} : Item{outer, inner * p.units_per_item};
@@ -92,22 +94,24 @@ struct UnitIndex {
   int64_t src;
 };
 
-__device__ __forceinline__ UnitIndex fetch_index(const Params& p, const Item& item, uint32_t lane) {
+template <class P>
+__device__ __forceinline__ UnitIndex fetch_index(const P& p, const Item& item, uint32_t lane) {
   const uint32_t unit = item.first_unit + lane;
   if (lane >= p.units_per_item || unit >= p.num_units) return {-1, -1};
   const uint32_t position = p.units_per_index.quotient(unit);
   return {load_index(p.dst, p.is_int64, position), load_index(p.src, p.is_int64, position)};
 }
 
-// What a warp knows of its current item: per lane the addresses of one unit. A unit whose index is outside its pool is
-// read from slot 0 and written nowhere (dst is null).
+// What a warp knows of its current item: per lane the addresses of one unit, dst null where there is none or its index is
+// outside its pool.
 struct Units {
   const char* src;
   char* dst;
   uint32_t count;
 };
 
-__device__ __forceinline__ Units locate(const Params& p, const Item& item, const UnitIndex& index, uint32_t lane) {
+template <class P>
+__device__ __forceinline__ Units locate(const P& p, const Item& item, const UnitIndex& index, uint32_t lane) {
   Units units;
   units.src = p.src_base[item.buffer];
   units.dst = nullptr;
@@ -140,39 +144,36 @@ __device__ __forceinline__ bool is_stretch(const Units& units, uint32_t unit_byt
   return __all_sync(0xffffffffu, lane >= units.count || (units.dst != nullptr && follows));
 }
 
-// kLoads packages a lane, from package `first` on; those from `total` on are not written.
-template <int kWidth, int kLoads>
-__device__ __forceinline__ void copy_round(char* dst, const char* src, uint32_t first, uint32_t total) {
-  using Package = typename PackageOf<kWidth>::type;
-  Package held[kLoads];
-#pragma unroll
-  for (int j = 0; j < kLoads; ++j) held[j] = load_once<Package>(src + uint64_t{min(first + j * 32, total - 1)} * kWidth);
-#pragma unroll
-  for (int j = 0; j < kLoads; ++j) {
-    store_once_if(first + j * 32 < total, dst + uint64_t{first + j * 32} * kWidth, held[j]);
-  }
-}
-
 template <int kWidth>
 __device__ __forceinline__ void copy_stretch(const Units& units, uint32_t packages, uint32_t lane) {
+  using Package = typename PackageOf<kWidth>::type;
   const uint32_t total = units.count * packages;
-  const char* src = shuffle_pointer(units.src, 0);
-  char* dst = shuffle_pointer(units.dst, 0);
+  const char* src = shuffle_pointer(units.src, 0) + lane * kWidth;
+  char* dst = shuffle_pointer(units.dst, 0) + lane * kWidth;
+  constexpr uint32_t kRound = 32 * kStretchLoads;
   uint32_t done = 0;
-  while (done < total) {
-    if (total - done > 32 * kStretchTailLoads) {
-      copy_round<kWidth, kStretchLoads>(dst, src, done + lane, total);
-      done += 32 * kStretchLoads;
-    } else {
-      copy_round<kWidth, kStretchTailLoads>(dst, src, done + lane, total);
-      done += 32 * kStretchTailLoads;
-    }
+  for (; done + kRound <= total; done += kRound) {
+    Package held[kStretchLoads];
+#pragma unroll
+    for (int j = 0; j < kStretchLoads; ++j) held[j] = load_once<Package>(src + uint64_t{done + j * 32} * kWidth);
+#pragma unroll
+    for (int j = 0; j < kStretchLoads; ++j) store_once(dst + uint64_t{done + j * 32} * kWidth, held[j]);
+  }
+  if (done == total) return;
+  Package held[kStretchLoads] = {};
+#pragma unroll
+  for (int j = 0; j < kStretchLoads; ++j) {
+    load_once_if(done + j * 32 + lane < total, held[j], src + uint64_t{done + j * 32} * kWidth);
+  }
+#pragma unroll
+  for (int j = 0; j < kStretchLoads; ++j) {
+    store_once_if(done + j * 32 + lane < total, dst + uint64_t{done + j * 32} * kWidth, held[j]);
   }
 }
 
 // Groups of `lanes` lanes move a unit each, kUnits of them at a time, kLoads packages a lane and unit in flight.
-template <int kWidth, int kUnits, int kLoads>
-__device__ __forceinline__ void copy_units(const Params& p, const Units& units, uint32_t lane) {
+template <int kWidth, int kUnits, int kLoads, class P>
+__device__ __forceinline__ void copy_units(const P& p, const Units& units, uint32_t lane) {
   using Package = typename PackageOf<kWidth>::type;
   const uint32_t lanes = p.lanes_per_unit;
   const uint32_t groups = 32 / lanes;
@@ -185,17 +186,18 @@ __device__ __forceinline__ void copy_units(const Params& p, const Units& units, 
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const uint32_t unit = first + k * groups + group;
-      from[k] = shuffle_pointer(units.src, min(unit, units.count - 1));
-      to[k] = shuffle_pointer(units.dst, min(unit, 31u));
+      from[k] = shuffle_pointer(units.src, unit & 31);
+      to[k] = shuffle_pointer(units.dst, unit & 31);
       if (unit >= units.count) to[k] = nullptr;
     }
     for (uint32_t at = column; at < p.packages + column; at += lanes * kLoads) {
-      Package held[kUnits][kLoads];
+      Package held[kUnits][kLoads] = {};
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-          held[k][j] = load_once<Package>(from[k] + uint64_t{min(at + j * lanes, last)} * kWidth);
+          const bool wanted = to[k] != nullptr && at + j * lanes <= last;
+          load_once_if(wanted, held[k][j], from[k] + uint64_t{at + j * lanes} * kWidth);
         }
       }
 #pragma unroll
@@ -210,8 +212,8 @@ __device__ __forceinline__ void copy_units(const Params& p, const Units& units, 
   }
 }
 
-template <int kWidth, int kUnits, int kLoads>
-__global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_constant__ Params p) {
+template <int kWidth, int kUnits, int kLoads, int kBuffers>
+__global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_constant__ Params<kBuffers> p) {
   const uint32_t lane = threadIdx.x & 31;
   const uint32_t num_warps = gridDim.x * (kThreads / 32);
   uint32_t number = blockIdx.x * (kThreads / 32) + (threadIdx.x >> 5);
@@ -252,31 +254,33 @@ Side make_side(const PoolView& view, const IndexList& indices, int64_t first, in
   return side;
 }
 
-using Kernel = void (*)(Params);
+template <int kBuffers>
+using Kernel = void (*)(Params<kBuffers>);
 
-// The kernel for a package width and a split; narrow packages have fewer splits.
-template <int kWidth>
-Kernel kernel_of(const LaneSplit& split) {
-  if (split.units_per_lane == 8) return register_copy<kWidth, 8, 2>;
-  if (split.units_per_lane == 4) return register_copy<kWidth, 4, 4>;
-  if (split.units_per_lane == 2 && split.loads_per_unit == 9) return register_copy<kWidth, 2, 9>;
-  if (split.units_per_lane == 2) return register_copy<kWidth, 2, 8>;
-  return register_copy<kWidth, 1, 16>;
+template <int kWidth, int kBuffers>
+Kernel<kBuffers> kernel_of(const LaneSplit& split) {
+  if (split.units_per_lane == 8) return register_copy<kWidth, 8, 2, kBuffers>;
+  if (split.units_per_lane == 4) return register_copy<kWidth, 4, 4, kBuffers>;
+  if (split.units_per_lane == 2 && split.loads_per_unit == 9) return register_copy<kWidth, 2, 9, kBuffers>;
+  if (split.units_per_lane == 2) return register_copy<kWidth, 2, 8, kBuffers>;
+  return register_copy<kWidth, 1, 16, kBuffers>;
 }
 
-Kernel kernel_of(int64_t package_bytes, const LaneSplit& split) {
+template <int kBuffers>
+Kernel<kBuffers> kernel_of(int64_t package_bytes, const LaneSplit& split) {
   switch (package_bytes) {
-    case 16: return kernel_of<16>(split);
-    case 8: return kernel_of<8>(split);
-    case 4: return kernel_of<4>(split);
-    case 2: return kernel_of<2>(split);
-    default: return kernel_of<1>(split);
+    case 16: return kernel_of<16, kBuffers>(split);
+    case 8: return kernel_of<8, kBuffers>(split);
+    case 4: return kernel_of<4, kBuffers>(split);
+    case 2: return kernel_of<2, kBuffers>(split);
+    default: return kernel_of<1, kBuffers>(split);
   }
 }
 
+template <int kBuffers>
 void launch_buffers(const TransferRequest& request, const BufferGroup& group, const RegisterPlan& plan, int64_t first,
                     size_t first_buffer, size_t count, FaultRecord* fault, Stream stream) {
-  Params p;
+  Params<kBuffers> p;
   for (size_t b = 0; b < count; ++b) {
     p.dst_base[b] = group.dst_base[first_buffer + b];
     p.src_base[b] = group.src_base[first_buffer + b];
@@ -299,7 +303,7 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
   p.buffers_innermost = plan.buffers_innermost;
   p.inner_items = FastDivide(plan.buffers_innermost ? static_cast<uint32_t>(count) : items_per_buffer);
   p.is_int64 = request.dst_indices.is_int64;
-  const Kernel kernel = kernel_of(plan.package_bytes, plan.split);
+  const Kernel<kBuffers> kernel = kernel_of<kBuffers>(plan.package_bytes, plan.split);
   kernel<<<static_cast<unsigned>(plan.num_blocks), kThreads, 0, stream>>>(p);
   check("transfer", "launching the register kernel", cudaGetLastError());
 }
@@ -315,7 +319,8 @@ void launch_register(const TransferRequest& request, const BufferGroup& group, i
     const size_t buffers = group.dst_base.size();
     for (size_t b = 0; b < buffers; b += kMaxBuffers) {
       const size_t count = std::min<size_t>(kMaxBuffers, buffers - b);
-      launch_buffers(request, group, plan, first, b, count, fault, stream);
+      const auto launch = count <= kFewBuffers ? launch_buffers<kFewBuffers> : launch_buffers<kMaxBuffers>;
+      launch(request, group, plan, first, b, count, fault, stream);
     }
   }
 }

@@ -1,5 +1,7 @@
 #include "plan/copy_width.h"
 
+#include <algorithm>
+
 namespace kvio {
 namespace {
 
@@ -19,9 +21,13 @@ uint64_t address_bits(const BufferGroup& group) {
   return bits;
 }
 
+int64_t address_alignment(const PoolView& dst, const PoolView& src, uint64_t address_bits) {
+  const uint64_t bits = 128 | address_bits | stride_bits(dst) | stride_bits(src);
+  return static_cast<int64_t>(bits & (~bits + 1));
+}
+
 int64_t copy_width(const PoolView& dst, const PoolView& src, uint64_t address_bits) {
-  const uint64_t bits = 16 | address_bits | stride_bits(dst) | stride_bits(src);
-  int64_t width = static_cast<int64_t>(bits & (~bits + 1));
+  int64_t width = std::min<int64_t>(16, address_alignment(dst, src, address_bits));
   while (width > dst.piece_bytes && width > 1) width /= 2;
   return width;
 }

@@ -1,6 +1,8 @@
 #include "plan/register_plan.h"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 
 #include "plan/copy_width.h"
 
@@ -60,23 +62,40 @@ bool buffers_share_pages(const BufferGroup& group) {
          interleaved(group.src, group.src_base[0], group.src_base[1]);
 }
 
+// Lines touched by reading a unit in steps, summed over the steps and averaged over the places where a unit may start: a
+// step that ends inside a line makes the link carry that line's rest as a request of its own.
+double line_requests(int64_t unit_bytes, int64_t step_bytes, int64_t alignment) {
+  constexpr int64_t kLine = 128;
+  int64_t lines = 0;
+  int64_t starts = 0;
+  for (int64_t start = 0; start < kLine; start += alignment, ++starts) {
+    for (int64_t at = 0; at < unit_bytes; at += step_bytes) {
+      const int64_t first = start + at;
+      const int64_t last = start + std::min(at + step_bytes, unit_bytes) - 1;
+      lines += last / kLine - first / kLine + 1;
+    }
+  }
+  return static_cast<double>(lines) / static_cast<double>(starts);
+}
+
 }  // namespace
 
-LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes) {
-  constexpr int64_t kLine = 128;
+LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes, int64_t alignment) {
   constexpr LaneSplit kKernels[] = {{0, 1, 16}, {0, 2, 8}, {0, 2, 9}, {0, 4, 4}, {0, 8, 2}};
+  if (const char* force = std::getenv("KVIO_DEV_SPLIT")) {
+    LaneSplit f; int l, u, n; std::sscanf(force, "%d,%d,%d", &l, &u, &n); f.lanes_per_unit = l; f.units_per_lane = u; f.loads_per_unit = n; return f;
+  }
+  const int64_t unit_bytes = packages * package_bytes;
+  const double fewest = line_requests(unit_bytes, unit_bytes, alignment);
   LaneSplit best;
   double best_score = 0;
   for (int64_t lanes = 32; lanes >= 1; lanes /= 2) {
-    // A group that reads less than a line at once asks the link for several small reads in place of one.
-    const int64_t read = lanes * package_bytes;
-    const int64_t unit_bytes = packages * package_bytes;
-    const double whole_lines = read >= kLine || read >= unit_bytes ? 1.0 : (read * 2 >= kLine ? 0.8 : 0.5);
+    const double whole_lines = fewest / line_requests(unit_bytes, lanes * package_bytes, alignment);
+    const int64_t loads = (packages + lanes - 1) / lanes;
     for (const LaneSplit& kernel : kKernels) {
-      const int64_t loads = (packages + lanes - 1) / lanes;
       const int64_t rounds = (loads + kernel.loads_per_unit - 1) / kernel.loads_per_unit;
       const double busy = static_cast<double>(packages) / static_cast<double>(rounds * kernel.loads_per_unit * lanes);
-      const double score = busy * whole_lines;
+      const double score = whole_lines * (0.5 + 0.5 * busy);
       if (score > best_score * 1.001) {
         best_score = score;
         best = kernel;
@@ -99,13 +118,14 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   plan.src = group.src;
   plan.slots_per_index = request.slots_per_index;
   join_pages(&plan);
-  plan.package_bytes = copy_width(plan.dst, plan.src, address_bits(group));
+  const uint64_t bits = address_bits(group);
+  plan.package_bytes = copy_width(plan.dst, plan.src, bits);
   cut_long_pieces(&plan, policy);
 
   const int64_t piece = plan.dst.piece_bytes;
   plan.packages = piece / plan.package_bytes;
   plan.remainder = piece % plan.package_bytes;
-  plan.split = choose_lane_split(plan.packages, plan.package_bytes);
+  plan.split = choose_lane_split(plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits));
   plan.units = range * plan.slots_per_index * plan.dst.num_pieces;
   plan.buffers_innermost = buffers_share_pages(group);
 

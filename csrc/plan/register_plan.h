@@ -15,8 +15,9 @@ struct LaneSplit {
   int64_t loads_per_unit = 16;
 };
 
-// The split that keeps most lanes busy without cutting 128-byte lines, among those that have a kernel.
-LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes);
+// Among the splits that have a kernel, the one with the best product of whole-line reads and busy lanes. Units start at
+// multiples of `alignment` bytes.
+LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes, int64_t alignment);
 
 // What one launch needs besides addresses. A unit is one piece of one slot; an item is up to `units_per_item`
 // consecutive units of one buffer, and one warp moves it.

@@ -10,12 +10,11 @@
 
 namespace kvio {
 
-inline TensorView view_of(const torch::stable::Tensor& tensor) {
+inline TensorView view_of(AtenTensorHandle handle) {
   static const int32_t kCpuType = aoti_torch_device_type_cpu();
   static const int32_t kGpuType = aoti_torch_device_type_cuda();
   static const int32_t kInt32 = aoti_torch_dtype_int32();
   static const int32_t kInt64 = aoti_torch_dtype_int64();
-  const AtenTensorHandle handle = tensor.get();
   TensorView view;
   int64_t* sizes = nullptr;
   int64_t* strides = nullptr;
@@ -40,12 +39,59 @@ inline TensorView view_of(const torch::stable::Tensor& tensor) {
   return view;
 }
 
+inline TensorView view_of(const torch::stable::Tensor& tensor) { return view_of(tensor.get()); }
+
 inline std::vector<TensorView> views_of(const std::vector<torch::stable::Tensor>& tensors) {
   std::vector<TensorView> views;
   views.reserve(tensors.size());
   for (const torch::stable::Tensor& t : tensors) views.push_back(view_of(t));
   return views;
 }
+
+// Arguments of a boxed call, owned for its duration: the views they give point into their tensors. Unboxing into stable
+// tensors would cost one more allocation a tensor, which a 128-tensor call feels.
+class BoxedTensor {
+ public:
+  explicit BoxedTensor(StableIValue value) : handle_(torch::stable::detail::to<AtenTensorHandle>(value)) {}
+  BoxedTensor(BoxedTensor&& other) noexcept : handle_(other.handle_) { other.handle_ = nullptr; }
+  ~BoxedTensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+  BoxedTensor(const BoxedTensor&) = delete;
+  BoxedTensor& operator=(const BoxedTensor&) = delete;
+
+  TensorView view() const { return view_of(handle_); }
+
+ private:
+  AtenTensorHandle handle_;
+};
+
+// Deleting the list frees only its array: every element is a handle of the callee's own.
+class BoxedTensorList {
+ public:
+  explicit BoxedTensorList(StableIValue value) {
+    const StableListHandle list = torch::stable::detail::to<StableListHandle>(value);
+    size_t count = 0;
+    TORCH_ERROR_CODE_CHECK(torch_list_size(list, &count));
+    tensors_.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      StableIValue item = 0;
+      TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
+      tensors_.emplace_back(item);
+    }
+    torch_delete_list(list);
+  }
+
+  std::vector<TensorView> views() const {
+    std::vector<TensorView> views;
+    views.reserve(tensors_.size());
+    for (const BoxedTensor& tensor : tensors_) views.push_back(tensor.view());
+    return views;
+  }
+
+ private:
+  std::vector<BoxedTensor> tensors_;
+};
 
 // Python's name of a dtype, for error texts.
 inline std::string dtype_name(int32_t dtype) {

@@ -1,5 +1,7 @@
 """torch.compile on a GPU, with page-locked pools, and opcheck on GPU tensors."""
 
+import shutil
+
 import cases
 import pytest
 import torch
@@ -11,6 +13,12 @@ from test_schema import transfer_samples
 import sgl_kvio
 
 transfer = torch.ops.kvio.transfer
+inductor = pytest.param(
+    "inductor",
+    marks=pytest.mark.skipif(
+        not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="inductor needs a C compiler"
+    ),
+)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -24,9 +32,10 @@ def everything(dst, src, at, frm):
     return torch.cat([result.flatten() for result in results])
 
 
+@pytest.mark.parametrize("backend", [inductor])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_inductor_keeps_every_copy(dynamic):
-    check_compiled(everything, "inductor", make_arguments("cuda"), dynamic=dynamic)
+def test_inductor_keeps_every_copy(dynamic, backend):
+    check_compiled(everything, backend, make_arguments("cuda"), dynamic=dynamic)
 
 
 def pinned_arguments():
@@ -47,7 +56,7 @@ def restore_into_views_and_read(device, host, at, frm):
     return device.sum(dim=0)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", inductor])
 @pytest.mark.parametrize("function", [restore_and_read, restore_into_views_and_read])
 def test_a_restore_from_a_page_locked_pool_is_kept(function, backend):
     torch._dynamo.reset()
@@ -106,25 +115,30 @@ def check_write_back(function, backend):
     assert host.is_pinned()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", inductor])
 @pytest.mark.parametrize("function", WRITE_BACKS)
 def test_a_page_locked_destination_is_written_where_it_lies(function, backend):
     check_write_back(function, backend)
 
 
+def error_text(function, *arguments):
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 @pytest.mark.parametrize("function", WRITE_BACKS)
 def test_a_destination_that_aot_eager_cloned_is_right_or_refused_in_words(function):
     """Functionalization hands the op a pageable clone: it must never reach the kernel."""
-    try:
-        check_write_back(function, "aot_eager")
-    except RuntimeError as error:
-        assert "page-locked" in str(error)
-        assert "clone" in str(error)
+    text = error_text(check_write_back, function, "aot_eager")
+    assert text == "" or ("page-locked" in text and "clone" in text)
     torch.cuda.synchronize()
     sgl_kvio.check()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", inductor])
 def test_a_page_locked_pool_held_by_a_module_is_written(backend):
     class Holder(torch.nn.Module):
         def __init__(self, pool):
@@ -143,10 +157,11 @@ def test_a_page_locked_pool_held_by_a_module_is_written(backend):
     assert_same_bytes(host, want, "host pool")
 
 
-def test_a_compiled_restore_can_be_captured_and_replayed():
+@pytest.mark.parametrize("backend", [inductor])
+def test_a_compiled_restore_can_be_captured_and_replayed(backend):
     torch._dynamo.reset()
     device, host, at, frm = pinned_arguments()
-    compiled = torch.compile(restore_and_read, backend="inductor", fullgraph=True)
+    compiled = torch.compile(restore_and_read, backend=backend, fullgraph=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -165,7 +180,7 @@ def test_a_compiled_restore_can_be_captured_and_replayed():
         assert_same_bytes(device, twin, "device pool")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", inductor])
 def test_an_out_of_range_index_in_a_compiled_function_is_reported(backend):
     torch._dynamo.reset()
     device, host, at, frm = pinned_arguments()
