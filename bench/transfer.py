@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import sgl_kvio
 from common import (
     GIB,
     MIB,
@@ -43,8 +45,6 @@ from common import (
     time_calls,
     write_result,
 )
-
-import sgl_kvio
 from sgl_kvio.layouts import find_layout, make_geometry
 from sgl_kvio.memory import memory_limits
 

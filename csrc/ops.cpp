@@ -113,7 +113,8 @@ void explain_gpu(StableIValue* stack, uint64_t, uint64_t) {
 void host_register(Tensor tensor, int64_t chunk_bytes, int64_t device_index) {
   constexpr const char* op = "host_register";
   const TensorView view = view_of(tensor);
-  if (view.device != DeviceKind::kCpu) fail(op, "tensor is on ", device_name(view.device, view.device_index), "; it needs a CPU tensor");
+  if (view.device != DeviceKind::kCpu)
+    fail(op, "tensor is on ", device_name(view.device, view.device_index), "; it needs a CPU tensor");
   check_contiguous(op, "tensor", view);
   gpu::host_register(view.data, extent_bytes(view), chunk_bytes, gpu::resolve_device(op, device_index));
 }
@@ -168,8 +169,7 @@ STABLE_TORCH_LIBRARY(kvio, m) {
   m.def(
       "transfer(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int row_ndim=2, "
       "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0) -> ()");
-  m.def(
-      "memcpy_batch(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, int[] nbytes) -> ()");
+  m.def("memcpy_batch(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, int[] nbytes) -> ()");
   m.def("host_register(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()");
   m.def("host_unregister(Tensor(a!) tensor, int device_index=-1) -> ()");
   m.def("device_pointer(Tensor tensor, int device_index=-1) -> int");

@@ -101,7 +101,7 @@ class _ThreadLoad(LayerwiseLoad):
 
     def run(self, copy_layer: Callable[[int], None]) -> None:
         """Copies every layer; the first error is that of its layer and of all later ones."""
-        # The mode belongs to a thread, and the caller's device pool may have been made in it.
+        # Inference tensors may be written in that mode only, and a thread starts outside of it.
         with torch.inference_mode():
             for layer, future in enumerate(self._futures):
                 try:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+
 from cases import Case, Pool, PoolSpec, Transfer
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -116,3 +117,12 @@ def refused(
     synchronize()
     for tensor, old in zip(tensors, before, strict=True):
         assert_same_bytes(tensor, old, "bytes after a refused call")
+
+
+def error_text(function: Callable[..., object], *arguments: object, **options: object) -> str:
+    """The text of the RuntimeError that a call raises, or "" where both outcomes are right."""
+    try:
+        function(*arguments, **options)
+    except RuntimeError as error:
+        return str(error)
+    return ""

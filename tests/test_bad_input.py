@@ -5,14 +5,14 @@ import subprocess
 import sys
 import textwrap
 
-import cases
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import assert_same_bytes, refused
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes, refused
 
 SLOTS = 16
 F32 = torch.float32

@@ -5,13 +5,13 @@ The functions below are also what tests/gpu/test_compile.py compiles.
 
 import shutil
 
-import cases
 import pytest
 import torch
 import torch._dynamo
-from reference import assert_same_bytes
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes
 
 transfer = torch.ops.kvio.transfer
 

@@ -2,13 +2,13 @@
 
 from dataclasses import replace
 
-import cases
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import assert_same_bytes, check_transfer
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes, check_transfer
 
 DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
 

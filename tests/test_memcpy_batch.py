@@ -2,12 +2,12 @@
 
 import random
 
-import cases
 import pytest
 import torch
-from reference import assert_same_bytes, refused
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes, refused
 
 
 def blocks(count=1, nbytes=4096, seed=0):

@@ -373,6 +373,32 @@ def test_the_kernel_takes_the_numa_preference():
     assert max(entry for entry in starts if entry[0] <= address)[1].startswith("prefer")
 
 
+@pytest.mark.parametrize("node", [0, 5, 63, 64, 70])
+@pytest.mark.parametrize(("machine", "number"), [("x86_64", 237), ("aarch64", 235)])
+def test_the_node_is_one_bit_of_a_mask_that_the_kernel_reads_in_full(
+    monkeypatch, node, machine, number
+):
+    calls = []
+
+    class Libc:
+        def syscall(self, number, address, nbytes, mode, mask, bits, flags):
+            values = [part.value for part in (number, address, nbytes, mode, bits, flags)]
+            calls.append((values, sum(word << (64 * i) for i, word in enumerate(mask))))
+            return 0
+
+    monkeypatch.setattr(memory.platform, "machine", lambda: machine)
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda *args, **options: Libc())
+    assert prefer_numa_node(1 << 40, 8192, node)
+    ((values, mask),) = calls
+    preferred = 1
+    # The kernel takes bits 0 .. maxnode - 2.
+    assert mask == 1 << node
+    assert values[:4] == [number, 1 << 40, 8192, preferred]
+    assert values[4] - 1 > node
+    assert (values[4] - 1) % 64 == 0
+    assert values[5] == 0
+
+
 def test_a_node_that_does_not_exist_is_refused_quietly():
     held = HostMemory(4096)
     assert prefer_numa_node(held.tensor.data_ptr(), 4096, 1000) is False

@@ -196,6 +196,11 @@ def test_pages_freed_in_disorder_come_back_as_runs():
         assert pool.alloc(4).tolist() == [2, 3, 4, 5]
 
 
+def test_an_id_tensor_shares_no_memory_with_the_pool():
+    with make() as pool:
+        assert pool.alloc(2).untyped_storage().nbytes() == 2 * 8
+
+
 def test_changing_a_returned_id_tensor_does_not_change_the_pool():
     with make() as pool:
         pages = pool.alloc(2)
@@ -594,8 +599,10 @@ def test_the_environment_sets_the_chunk(driver, monkeypatch):
 @pytest.mark.parametrize("fail_at", [0, 1])
 def test_a_failed_registration_leaves_nothing_registered(driver, fail_at):
     driver.fail_at = fail_at
-    with pytest.raises(RuntimeError, match="host_register"):
+    with pytest.raises(RuntimeError, match="host_register") as caught:
         make("asymmetric", device=0)
+    # The error is still alive here, and with its traceback the pool that was never made.
+    assert caught.value.__traceback__ is not None
     registered = sum(1 if call[0] == "register" else -1 for call in driver.calls)
     assert registered == 0
     assert len(driver.calls) == 2 * fail_at

@@ -2,10 +2,10 @@
 
 import inspect
 
-import cases
 import pytest
 import torch
 
+import cases
 import sgl_kvio
 
 TRANSFER_OPTIONS = (

@@ -3,12 +3,12 @@
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
-import cases
 import pytest
 import torch
-from reference import assert_same_bytes, check_case, moved
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes, check_case, moved
 
 CASES = cases.selected(gpu=False)
 

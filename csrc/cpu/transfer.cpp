@@ -1,9 +1,9 @@
 #include "cpu/transfer.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 #include <cstring>
-
-#include <torch/csrc/stable/ops.h>
 
 #include "plan/runs.h"
 

@@ -22,8 +22,7 @@ void* entry_point(const char* symbol, unsigned int version) {
 
 HostRange query_host_range(const void* address) {
   using GetAttributes = CUresult (*)(unsigned int, CUpointer_attribute*, void**, CUdeviceptr);
-  static const auto get_attributes =
-      reinterpret_cast<GetAttributes>(entry_point("cuPointerGetAttributes", 7000));
+  static const auto get_attributes = reinterpret_cast<GetAttributes>(entry_point("cuPointerGetAttributes", 7000));
   HostRange range;
   if (get_attributes == nullptr) return range;
 

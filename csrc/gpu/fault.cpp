@@ -27,7 +27,8 @@ FaultRecord* fault_record(const char* op, int device) {
   if (record.device != nullptr) return record.device;
   const RelaxedCapture relaxed;
   void* host = nullptr;
-  check(op, "allocating the fault record", cudaHostAlloc(&host, sizeof(FaultRecord), cudaHostAllocMapped | cudaHostAllocPortable));
+  check(op, "allocating the fault record",
+        cudaHostAlloc(&host, sizeof(FaultRecord), cudaHostAllocMapped | cudaHostAllocPortable));
   std::memset(host, 0, sizeof(FaultRecord));
   static_cast<FaultRecord*>(host)->generation = 1;
   void* alias = nullptr;

@@ -51,8 +51,9 @@ void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_i
   if (next != registrations().end() && next->first == begin && next->second.end == end) return;
   const auto* before = find_registration(begin);
   if (before != nullptr || (next != registrations().end() && next->first < end)) {
-    fail(op, "tensor overlaps memory that an earlier host_register call page-locked; it needs exactly that range (then "
-             "nothing happens) or memory apart from it");
+    fail(op,
+         "tensor overlaps memory that an earlier host_register call page-locked; it needs exactly that range (then "
+         "nothing happens) or memory apart from it");
   }
 
   const DeviceGuard guard(op, device_index);
@@ -93,7 +94,8 @@ void host_unregister(char* data, int device_index) {
   const std::lock_guard<std::mutex> lock(registrations_mutex);
   const auto it = registrations().find(begin);
   if (it == registrations().end()) {
-    fail(op, "tensor does not start a range that host_register page-locked; it needs the tensor given to host_register");
+    fail(op,
+         "tensor does not start a range that host_register page-locked; it needs the tensor given to host_register");
   }
   const DeviceGuard guard(op, device_index);
   // Work that still reads or writes the rows must end first: the driver does not wait.
@@ -111,7 +113,8 @@ char* HostTranslator::device_address(const char* argument, int64_t position, con
 
   const HostRange range = query_host_range(data);
   if (!range.page_locked) {
-    fail(op_, argument, "[", position, "] is host memory that is not page-locked, which a GPU kernel must not touch; it "
+    fail(op_, argument, "[", position,
+         "] is host memory that is not page-locked, which a GPU kernel must not touch; it "
          "needs sgl_kvio.HostKVPool, torch's pin_memory=True, or torch.ops.kvio.host_register on its storage. Under "
          "torch.compile with aot_eager a pinned destination arrives as a pageable clone: use inductor or call eagerly");
   }
@@ -127,7 +130,8 @@ char* HostTranslator::device_address(const char* argument, int64_t position, con
   }
   if (begin < begin_ || end > end_) {
     fail(op_, argument, "[", position, "] spans ", extent, " bytes but only ", end_ - begin,
-         " of them lie in the page-locked registration that holds its first byte; it needs to lie inside one registration");
+         " of them lie in the page-locked registration that holds its first byte; it needs to lie inside one "
+         "registration");
   }
   return alias();
 }

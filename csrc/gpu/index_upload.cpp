@@ -24,6 +24,37 @@ std::vector<std::unique_ptr<Block>>& idle_blocks() {
   return *blocks;
 }
 
+constexpr size_t kSmallBlock = 64 << 10;
+constexpr int kBlocksAtOnce = 32;
+
+void give_back(std::unique_ptr<Block> block) {
+  const std::lock_guard<std::mutex> lock(blocks_mutex);
+  idle_blocks().push_back(std::move(block));
+}
+
+std::unique_ptr<Block> new_block(const char* op, int device, char* data, size_t capacity) {
+  auto block = std::make_unique<Block>();
+  block->data = data;
+  block->capacity = capacity;
+  block->device = device;
+  check(op, "creating an event", cudaEventCreateWithFlags(&block->copied, cudaEventDisableTiming));
+  return block;
+}
+
+// Allocating page-locked memory may wait for the device, so small blocks are made many at a time.
+std::unique_ptr<Block> make_block(const char* op, int device, size_t nbytes) {
+  size_t capacity = kSmallBlock;
+  while (capacity < nbytes) capacity *= 2;
+  const int count = capacity == kSmallBlock ? kBlocksAtOnce : 1;
+  void* data = nullptr;
+  check(op, "allocating page-locked memory for indices",
+        cudaHostAlloc(&data, capacity * static_cast<size_t>(count), cudaHostAllocPortable));
+  for (int i = 1; i < count; ++i) {
+    give_back(new_block(op, device, static_cast<char*>(data) + capacity * static_cast<size_t>(i), capacity));
+  }
+  return new_block(op, device, static_cast<char*>(data), capacity);
+}
+
 std::unique_ptr<Block> take_block(const char* op, int device, size_t nbytes) {
   {
     const std::lock_guard<std::mutex> lock(blocks_mutex);
@@ -37,20 +68,7 @@ std::unique_ptr<Block> take_block(const char* op, int device, size_t nbytes) {
     }
     cudaGetLastError();  // cudaErrorNotReady of a busy block
   }
-  auto block = std::make_unique<Block>();
-  block->device = device;
-  block->capacity = 4096;
-  while (block->capacity < nbytes) block->capacity *= 2;
-  void* data = nullptr;
-  check(op, "allocating page-locked memory for indices", cudaHostAlloc(&data, block->capacity, cudaHostAllocPortable));
-  block->data = static_cast<char*>(data);
-  check(op, "creating an event", cudaEventCreateWithFlags(&block->copied, cudaEventDisableTiming));
-  return block;
-}
-
-void give_back(std::unique_ptr<Block> block) {
-  const std::lock_guard<std::mutex> lock(blocks_mutex);
-  idle_blocks().push_back(std::move(block));
+  return make_block(op, device, nbytes);
 }
 
 template <class Index>

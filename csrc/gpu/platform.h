@@ -18,8 +18,8 @@ inline void check(const char* op, const char* what, Error error) {
   if (error == cudaSuccess) return;
   cudaGetLastError();
   std::ostringstream text;
-  text << "kvio::" << op << ": " << what << " failed: " << cudaGetErrorString(error) << " (error " << static_cast<int>(error)
-       << ")";
+  text << "kvio::" << op << ": " << what << " failed: " << cudaGetErrorString(error) << " (error "
+       << static_cast<int>(error) << ")";
   throw std::runtime_error(text.str());
 }
 

@@ -71,7 +71,8 @@ __device__ __forceinline__ void store_once(void* address, const T& value) {
                  "r"(value.z), "r"(value.w)
                  : "memory");
   } else if constexpr (sizeof(T) == 8) {
-    asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(value.x), "r"(value.y) : "memory");
+    asm volatile("st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(value.x), "r"(value.y)
+                 : "memory");
   } else {
     *static_cast<volatile T*>(address) = value;
   }
@@ -83,13 +84,14 @@ __device__ __forceinline__ void store_once_if(bool wanted, void* address, const 
   const int predicate = wanted;
   if constexpr (sizeof(T) == 16) {
     asm volatile(
-        "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n @p st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
-            address),
+        "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n @p st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::
+            "l"(address),
         "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(predicate)
         : "memory");
   } else if constexpr (sizeof(T) == 8) {
     asm volatile(
-        "{\n .reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};\n}" ::"l"(address),
+        "{\n .reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p st.global.L1::no_allocate.v2.u32 [%0], {%1, %2};\n}" ::"l"(
+            address),
         "r"(value.x), "r"(value.y), "r"(predicate)
         : "memory");
   } else if (wanted) {
@@ -117,7 +119,8 @@ __device__ __forceinline__ void copy_remainder(char* dst, const char* src, uint3
 // Every lane gets the pointer that lane `lane` holds. All 32 lanes must call.
 template <class T>
 __device__ __forceinline__ T* shuffle_pointer(T* pointer, uint32_t lane) {
-  return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), static_cast<int>(lane)));
+  return reinterpret_cast<T*>(
+      __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), static_cast<int>(lane)));
 }
 
 // Division of numbers below 2^31 by a launch-time constant: one multiply and a shift.

@@ -29,6 +29,7 @@ int sm_count(const char* op, int device) {
 void translate_host_buffers(const char* op, TransferRequest* request) {
   HostTranslator translator(op, request->gpu_index);
   for (BufferGroup& group : request->groups) {
+    if (group.dst.row_bytes() == 0) continue;
     for (size_t b = 0; b < group.dst_base.size(); ++b) {
       if (request->dst_device == DeviceKind::kCpu) {
         group.dst_base[b] = translator.device_address("dst", group.position[b], group.dst_base[b], group.dst_extent);
@@ -49,7 +50,8 @@ void transfer(TransferRequest* request) {
   raise_pending_fault(op, device);
   const Stream stream = current_stream(op, device);
   const bool cpu_indices = request->index_device == DeviceKind::kCpu;
-  choose_backend(op, request->backend, facts_of(*request, cpu_indices && is_capturing(stream)));
+  const bool capturing = cpu_indices && !request->empty() && is_capturing(stream);
+  choose_backend(op, request->backend, facts_of(*request, capturing));
   if (request->empty()) return;
   translate_host_buffers(op, request);
 

@@ -1,6 +1,6 @@
 // Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time. Each lane works out the addresses
-// of one unit. Units that follow each other on both sides are moved as one stretch of memory; others by groups of lanes,
-// a unit a group, cut as plan/register_plan.h says.
+// of one unit. Units that follow each other on both sides are moved as one stretch of memory; others by groups of
+// lanes, a unit a group, cut as plan/register_plan.h says.
 //
 // What shaped it (H200, PCIe gen5 x16):
 // * A load from page-locked host memory takes about 1.3 us. 46 GB/s from one CTA therefore wants about 100 KiB in
@@ -11,22 +11,21 @@
 // * Neighbouring lanes read neighbouring packages: the link carries whole 128-byte lines best.
 // * Indices are read once per unit and one item ahead, since each is a dependent load.
 
-#include "gpu/transfer_register.h"
-
 #include <algorithm>
 #include <cstdint>
 
 #include "gpu/fault.h"
 #include "gpu/fault_device.cuh"
 #include "gpu/primitives.cuh"
+#include "gpu/transfer_register.h"
 
 namespace kvio::gpu {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kStretchLoads = 16;
-constexpr int kMaxBuffers = 256;  // 128 layers x K and V
-constexpr int kFewBuffers = 8;    // a one-layer call, whose launch need not carry kilobytes of parameters
+constexpr int kStretchLoads = 18;  // 32 rows of 576 or 1152 bytes are 2 or 4 full rounds
+constexpr int kMaxBuffers = 256;   // 128 layers x K and V
+constexpr int kFewBuffers = 8;     // a one-layer call, whose launch need not carry kilobytes of parameters
 
 struct Side {
   FastDivide page_slots;
@@ -102,8 +101,8 @@ __device__ __forceinline__ UnitIndex fetch_index(const P& p, const Item& item, u
   return {load_index(p.dst, p.is_int64, position), load_index(p.src, p.is_int64, position)};
 }
 
-// What a warp knows of its current item: per lane the addresses of one unit, dst null where there is none or its index is
-// outside its pool.
+// What a warp knows of its current item: per lane the addresses of one unit, dst null where there is none or its index
+// is outside its pool.
 struct Units {
   const char* src;
   char* dst;
@@ -269,11 +268,16 @@ Kernel<kBuffers> kernel_of(const LaneSplit& split) {
 template <int kBuffers>
 Kernel<kBuffers> kernel_of(int64_t package_bytes, const LaneSplit& split) {
   switch (package_bytes) {
-    case 16: return kernel_of<16, kBuffers>(split);
-    case 8: return kernel_of<8, kBuffers>(split);
-    case 4: return kernel_of<4, kBuffers>(split);
-    case 2: return kernel_of<2, kBuffers>(split);
-    default: return kernel_of<1, kBuffers>(split);
+    case 16:
+      return kernel_of<16, kBuffers>(split);
+    case 8:
+      return kernel_of<8, kBuffers>(split);
+    case 4:
+      return kernel_of<4, kBuffers>(split);
+    case 2:
+      return kernel_of<2, kBuffers>(split);
+    default:
+      return kernel_of<1, kBuffers>(split);
   }
 }
 
@@ -310,7 +314,8 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
 
 }  // namespace
 
-void launch_register(const TransferRequest& request, const BufferGroup& group, int sm_count, int device, Stream stream) {
+void launch_register(const TransferRequest& request, const BufferGroup& group, int sm_count, int device,
+                     Stream stream) {
   FaultRecord* fault = fault_record("transfer", device);
   const int64_t step = max_indices_per_launch(request, group);
   for (int64_t first = 0; first < request.num_indices; first += step) {

@@ -28,8 +28,9 @@ BackendChoice choose_backend(const char* op, const std::string& wanted, const Ba
     fail(op, "backend is 'cpu' but a tensor is on a GPU; it needs CPU tensors only (or backend='auto')");
   }
   if (facts.indices_on_cpu && facts.capturing) {
-    fail(op, "dst_indices is on the CPU while the stream is being captured; a graph needs indices on the GPU, whose "
-             "values it reads at replay");
+    fail(op,
+         "dst_indices is on the CPU while the stream is being captured; a graph needs indices on the GPU, whose "
+         "values it reads at replay");
   }
   return {Backend::kRegister, wanted == "register" ? "asked for by the caller" : "serves any row size and alignment"};
 }

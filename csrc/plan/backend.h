@@ -13,14 +13,14 @@ enum class Backend : uint8_t { kCpu, kRegister };
 const char* backend_name(Backend backend);
 
 struct BackendFacts {
-  bool any_gpu = false;         // a pool or the indices are on a GPU
+  bool any_gpu = false;  // a pool or the indices are on a GPU
   bool indices_on_cpu = false;
-  bool capturing = false;       // the caller's stream is being captured into a graph
+  bool capturing = false;  // the caller's stream is being captured into a graph
 };
 
 struct BackendChoice {
   Backend backend;
-  std::string reason;
+  const char* reason;
 };
 
 BackendFacts facts_of(const TransferRequest& request, bool capturing);

@@ -1,14 +1,14 @@
 #include "plan/register_plan.h"
 
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
+#include <cmath>
 
 #include "plan/copy_width.h"
 
 namespace kvio {
 namespace {
 
+constexpr int64_t kLineBytes = 128;
 constexpr int64_t kMaxUnits = int64_t{1} << 30;
 
 // Whole pages whose rows are packed on both sides are one long row each.
@@ -62,17 +62,16 @@ bool buffers_share_pages(const BufferGroup& group) {
          interleaved(group.src, group.src_base[0], group.src_base[1]);
 }
 
-// Lines touched by reading a unit in steps, summed over the steps and averaged over the places where a unit may start: a
-// step that ends inside a line makes the link carry that line's rest as a request of its own.
+// Lines touched by reading a unit in steps, summed over the steps and averaged over the places where a unit may start:
+// a step that ends inside a line makes the link carry that line's rest as a request of its own.
 double line_requests(int64_t unit_bytes, int64_t step_bytes, int64_t alignment) {
-  constexpr int64_t kLine = 128;
   int64_t lines = 0;
   int64_t starts = 0;
-  for (int64_t start = 0; start < kLine; start += alignment, ++starts) {
+  for (int64_t start = 0; start < kLineBytes; start += alignment, ++starts) {
     for (int64_t at = 0; at < unit_bytes; at += step_bytes) {
       const int64_t first = start + at;
       const int64_t last = start + std::min(at + step_bytes, unit_bytes) - 1;
-      lines += last / kLine - first / kLine + 1;
+      lines += last / kLineBytes - first / kLineBytes + 1;
     }
   }
   return static_cast<double>(lines) / static_cast<double>(starts);
@@ -80,22 +79,23 @@ double line_requests(int64_t unit_bytes, int64_t step_bytes, int64_t alignment) 
 
 }  // namespace
 
-LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes, int64_t alignment) {
+LaneSplit choose_lane_split(const UnitShape& unit) {
   constexpr LaneSplit kKernels[] = {{0, 1, 16}, {0, 2, 8}, {0, 2, 9}, {0, 4, 4}, {0, 8, 2}};
-  if (const char* force = std::getenv("KVIO_DEV_SPLIT")) {
-    LaneSplit f; int l, u, n; std::sscanf(force, "%d,%d,%d", &l, &u, &n); f.lanes_per_unit = l; f.units_per_lane = u; f.loads_per_unit = n; return f;
-  }
-  const int64_t unit_bytes = packages * package_bytes;
-  const double fewest = line_requests(unit_bytes, unit_bytes, alignment);
+  const int64_t unit_bytes = unit.packages * unit.package_bytes;
+  const double fewest = line_requests(unit_bytes, unit_bytes, unit.alignment);
   LaneSplit best;
   double best_score = 0;
-  for (int64_t lanes = 32; lanes >= 1; lanes /= 2) {
-    const double whole_lines = fewest / line_requests(unit_bytes, lanes * package_bytes, alignment);
-    const int64_t loads = (packages + lanes - 1) / lanes;
+  for (int64_t lanes = 1; lanes <= 32; lanes *= 2) {
+    const int64_t step_bytes = lanes * unit.package_bytes;
+    const bool cuts_lines = step_bytes < kLineBytes && step_bytes < unit_bytes;
+    if (cuts_lines && lanes < 32) continue;
+    const double whole_lines = fewest / line_requests(unit_bytes, step_bytes, unit.alignment);
+    const int64_t loads = (unit.packages + lanes - 1) / lanes;
     for (const LaneSplit& kernel : kKernels) {
       const int64_t rounds = (loads + kernel.loads_per_unit - 1) / kernel.loads_per_unit;
-      const double busy = static_cast<double>(packages) / static_cast<double>(rounds * kernel.loads_per_unit * lanes);
-      const double score = whole_lines * (0.5 + 0.5 * busy);
+      const double busy =
+          static_cast<double>(unit.packages) / static_cast<double>(rounds * kernel.loads_per_unit * lanes);
+      const double score = unit.to_host ? std::sqrt(whole_lines) * busy : whole_lines * (0.5 + 0.5 * busy);
       if (score > best_score * 1.001) {
         best_score = score;
         best = kernel;
@@ -106,13 +106,28 @@ LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes, int64_t ali
   return best;
 }
 
+namespace {
+
+// An engine calls with one shape over and over, and choosing costs more than the rest of the plan.
+LaneSplit remembered_split(const UnitShape& unit) {
+  thread_local UnitShape last;
+  thread_local LaneSplit split;
+  if (!(last == unit)) {
+    split = choose_lane_split(unit);
+    last = unit;
+  }
+  return split;
+}
+
+}  // namespace
+
 int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup& group) {
   const int64_t piece_parts = std::max<int64_t>(1, group.dst.piece_bytes / 16);
   return std::max<int64_t>(1, kMaxUnits / (request.slots_per_index * group.dst.num_pieces * piece_parts));
 }
 
-RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range, int64_t num_sms,
-                                const RegisterPolicy& policy) {
+RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
+                                int64_t num_sms, const RegisterPolicy& policy) {
   RegisterPlan plan;
   plan.dst = group.dst;
   plan.src = group.src;
@@ -125,7 +140,8 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   const int64_t piece = plan.dst.piece_bytes;
   plan.packages = piece / plan.package_bytes;
   plan.remainder = piece % plan.package_bytes;
-  plan.split = choose_lane_split(plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits));
+  plan.split = remembered_split({plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits),
+                                 request.dst_device == DeviceKind::kCpu});
   plan.units = range * plan.slots_per_index * plan.dst.num_pieces;
   plan.buffers_innermost = buffers_share_pages(group);
 

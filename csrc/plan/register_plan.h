@@ -15,9 +15,22 @@ struct LaneSplit {
   int64_t loads_per_unit = 16;
 };
 
-// Among the splits that have a kernel, the one with the best product of whole-line reads and busy lanes. Units start at
-// multiples of `alignment` bytes.
-LaneSplit choose_lane_split(int64_t packages, int64_t package_bytes, int64_t alignment);
+// What the split of a unit depends on.
+struct UnitShape {
+  int64_t packages = 0;
+  int64_t package_bytes = 16;
+  int64_t alignment = 16;  // units start at multiples of it, bytes
+  bool to_host = false;
+
+  bool operator==(const UnitShape& o) const {
+    return packages == o.packages && package_bytes == o.package_bytes && alignment == o.alignment &&
+           to_host == o.to_host;
+  }
+};
+
+// The split, among those that have a kernel, that reads whole lines and keeps lanes busy. Reads over the link care most
+// for whole lines; writes are posted, and care most for many rows at once (measured with scattered rows, H200).
+LaneSplit choose_lane_split(const UnitShape& unit);
 
 // What one launch needs besides addresses. A unit is one piece of one slot; an item is up to `units_per_item`
 // consecutive units of one buffer, and one warp moves it.
@@ -29,7 +42,7 @@ struct RegisterPlan {
   int64_t packages = 0;        // whole packages of one unit
   int64_t remainder = 0;       // bytes of a unit after them
   LaneSplit split;
-  int64_t units = 0;           // of one buffer
+  int64_t units = 0;  // of one buffer
   int64_t units_per_item = 32;
   int64_t num_blocks = 1;
   // Items of one slot range over all buffers come next to each other (true), or all items of one buffer do (false):
@@ -46,8 +59,8 @@ struct RegisterPolicy {
 };
 
 // `num_sms` bounds device-to-device grids. `range` is the number of index positions this launch serves.
-RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range, int64_t num_sms,
-                                const RegisterPolicy& policy = RegisterPolicy());
+RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
+                                int64_t num_sms, const RegisterPolicy& policy = RegisterPolicy());
 
 // Most index positions one launch can serve: its unit numbers are 32-bit.
 int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup& group);

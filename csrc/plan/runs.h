@@ -33,8 +33,7 @@ void for_each_run(const TransferRequest& request, const BufferGroup& group, int6
     int64_t src_slot = request.src_indices.at(i) * per_index;
     int64_t left = per_index;
     while (left > 0) {
-      const int64_t take =
-          std::min(gapless_slots(group.dst, dst_slot, left), gapless_slots(group.src, src_slot, left));
+      const int64_t take = std::min(gapless_slots(group.dst, dst_slot, left), gapless_slots(group.src, src_slot, left));
       const int64_t last = pending.num_slots - 1;
       const bool extends = pending.num_slots > 0 && dst_slot == pending.dst_slot + pending.num_slots &&
                            src_slot == pending.src_slot + pending.num_slots &&

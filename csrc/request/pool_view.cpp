@@ -32,8 +32,9 @@ PoolView make_pool_view(const char* op, const char* argument, int64_t position, 
                         int64_t row_ndim) {
   const int64_t lead = tensor.ndim - row_ndim;
   if (lead != 1 && lead != 2) {
-    fail(op, argument, "[", position, "] has shape ", shape_text(tensor.sizes, tensor.ndim), " with row_ndim=", row_ndim,
-         "; it needs [slots, *row] (", row_ndim + 1, " dims) or [pages, page_size, *row] (", row_ndim + 2, " dims)");
+    fail(op, argument, "[", position, "] has shape ", shape_text(tensor.sizes, tensor.ndim),
+         " with row_ndim=", row_ndim, "; it needs [slots, *row] (", row_ndim + 1,
+         " dims) or [pages, page_size, *row] (", row_ndim + 2, " dims)");
   }
   PoolView view;
   const int64_t item = tensor.element_size;
@@ -44,8 +45,8 @@ PoolView make_pool_view(const char* op, const char* argument, int64_t position, 
   int64_t contiguous = 1;
   if (count > 0 && row[count - 1].stride == 1) contiguous = row[--count].size;
   if (count < 0 || count > 1) {
-    fail(op, argument, "[", position, "] has row dims of shape ",
-         shape_text(tensor.sizes + lead, row_ndim), " and strides ", shape_text(tensor.strides + lead, row_ndim),
+    fail(op, argument, "[", position, "] has row dims of shape ", shape_text(tensor.sizes + lead, row_ndim),
+         " and strides ", shape_text(tensor.strides + lead, row_ndim),
          "; it needs rows that are contiguous, or equal pieces at one stride (for example heads)");
   }
   view.piece_bytes = contiguous * item;

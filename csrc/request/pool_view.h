@@ -26,9 +26,7 @@ struct PoolView {
   int64_t row_bytes() const { return num_pieces * piece_bytes; }
   // Rows of one page follow each other without a gap.
   bool packed() const { return num_pieces == 1 && token_stride == piece_bytes; }
-  int64_t offset(int64_t slot) const {
-    return (slot / page_slots) * page_stride + (slot % page_slots) * token_stride;
-  }
+  int64_t offset(int64_t slot) const { return (slot / page_slots) * page_stride + (slot % page_slots) * token_stride; }
 };
 
 // Reads a view off a strided tensor [slots, *row] or [pages, page_slots, *row]; `row_ndim` trailing dims are the row.

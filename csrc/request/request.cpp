@@ -83,12 +83,14 @@ void check_countable(const char* op, const TransferRequest& request) {
   constexpr int64_t kMost = int64_t{1} << 30;
   const auto check = [&](const char* argument, const BufferGroup& group, const PoolView& view) {
     if (!view.is_flat() && view.slots > 2 * kMost) {
-      fail(op, argument, "[", group.position[0], "] has ", view.slots, " token slots in pages apart from each other; it "
-           "needs at most ", 2 * kMost, ", or pages that follow each other");
+      fail(op, argument, "[", group.position[0], "] has ", view.slots,
+           " token slots in pages apart from each other; it "
+           "needs at most ",
+           2 * kMost, ", or pages that follow each other");
     }
     if (request.slots_per_index > kMost / view.num_pieces) {
-      fail(op, "page_size is ", request.page_size, " with rows of ", view.num_pieces, " pieces; it needs at most ", kMost,
-           " pieces a page");
+      fail(op, "page_size is ", request.page_size, " with rows of ", view.num_pieces, " pieces; it needs at most ",
+           kMost, " pieces a page");
     }
   };
   for (const BufferGroup& group : request.groups) {
@@ -181,8 +183,7 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
   std::vector<size_t> example;  // per group, the pair it was made from
   for (size_t i = 0; i < dst.size(); ++i) {
     size_t g = 0;
-    while (g < example.size() &&
-           !(same_layout(dst[example[g]], dst[i]) && same_layout(src[example[g]], src[i]))) {
+    while (g < example.size() && !(same_layout(dst[example[g]], dst[i]) && same_layout(src[example[g]], src[i]))) {
       ++g;
     }
     if (g == example.size()) {
@@ -217,7 +218,7 @@ struct Limit {
   int64_t position = 0;
 };
 
-Limit limit_of(const TransferRequest& request, PoolView BufferGroup::*side) {
+Limit limit_of(const TransferRequest& request, PoolView BufferGroup::* side) {
   Limit limit;
   for (const BufferGroup& g : request.groups) {
     const int64_t entries = (g.*side).slots / request.slots_per_index;
@@ -287,8 +288,8 @@ namespace {
 void check_range(const char* argument, const char* offsets, size_t k, int64_t tensor, int64_t offset, int64_t nbytes,
                  int64_t size) {
   if (offset < 0 || offset > size - nbytes) {
-    fail("memcpy_batch", offsets, "[", k, "] is ", offset, " with nbytes[", k, "]=", nbytes, "; it needs to stay inside ",
-         argument, "[", tensor, "] of ", size, " bytes");
+    fail("memcpy_batch", offsets, "[", k, "] is ", offset, " with nbytes[", k, "]=", nbytes,
+         "; it needs to stay inside ", argument, "[", tensor, "] of ", size, " bytes");
   }
 }
 
@@ -340,7 +341,8 @@ MemcpyBatchRequest make_memcpy_batch_request(const std::vector<TensorView>& dst,
     if (nbytes[k] < 0) fail(op, "nbytes[", k, "] is ", nbytes[k], "; it needs 0 or more");
     check_range("dst", "dst_offsets", k, static_cast<int64_t>(d), dst_offsets[k], nbytes[k], extent_bytes(dst[d]));
     check_range("src", "src_offsets", k, static_cast<int64_t>(s), src_offsets[k], nbytes[k], extent_bytes(src[s]));
-    if (nbytes[k] > 0) request.copies.push_back({dst[d].data + dst_offsets[k], src[s].data + src_offsets[k], nbytes[k]});
+    if (nbytes[k] > 0)
+      request.copies.push_back({dst[d].data + dst_offsets[k], src[s].data + src_offsets[k], nbytes[k]});
   }
   return request;
 }

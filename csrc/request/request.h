@@ -64,7 +64,8 @@ struct TransferRequest {
 // Checks everything that can be checked without touching index values and groups the buffers.
 TransferRequest make_transfer_request(const char* op, const std::vector<TensorView>& dst,
                                       const std::vector<TensorView>& src, const TensorView& dst_indices,
-                                      const TensorView& src_indices, const TransferOptions& options, DtypeName dtype_name);
+                                      const TensorView& src_indices, const TransferOptions& options,
+                                      DtypeName dtype_name);
 
 // CPU indices only: every entry inside both pools, else throws before a byte moves. With `find_duplicates` also
 // throws on a destination that is named twice.

@@ -33,8 +33,8 @@ inline TensorView view_of(AtenTensorHandle handle) {
   view.element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
   view.is_int32 = view.dtype == kInt32;
   view.is_int64 = view.dtype == kInt64;
-  view.device = device_type == kCpuType ? DeviceKind::kCpu
-                                        : (device_type == kGpuType ? DeviceKind::kGpu : DeviceKind::kOther);
+  view.device =
+      device_type == kCpuType ? DeviceKind::kCpu : (device_type == kGpuType ? DeviceKind::kGpu : DeviceKind::kOther);
   if (view.device == DeviceKind::kCpu) view.device_index = -1;
   return view;
 }
@@ -97,17 +97,28 @@ class BoxedTensorList {
 inline std::string dtype_name(int32_t dtype) {
   using torch::headeronly::ScalarType;
   switch (static_cast<ScalarType>(dtype)) {
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Half: return "float16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::BFloat16: return "bfloat16";
-    default: return torch::headeronly::toString(static_cast<ScalarType>(dtype));
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    default:
+      return torch::headeronly::toString(static_cast<ScalarType>(dtype));
   }
 }
 

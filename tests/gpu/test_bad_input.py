@@ -1,12 +1,12 @@
 """Bad arguments of a GPU call raise before anything is enqueued, and leave every byte alone."""
 
-import cases
 import pytest
 import torch
-from reference import refused
 from test_bad_input import BAD, good_call, run
 
+import cases
 import sgl_kvio
+from reference import refused
 
 # Refused on a CPU only; indices on a GPU are checked by the kernel (test_faults.py).
 CPU_ONLY = {"backend that needs a GPU"}

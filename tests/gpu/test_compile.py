@@ -2,15 +2,15 @@
 
 import shutil
 
-import cases
 import pytest
 import torch
 import torch._dynamo
-from reference import assert_same_bytes, moved
 from test_compile import FUNCTIONS, check_compiled, make_arguments
 from test_schema import transfer_samples
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes, error_text, moved
 
 transfer = torch.ops.kvio.transfer
 inductor = pytest.param(
@@ -119,14 +119,6 @@ def check_write_back(function, backend):
 @pytest.mark.parametrize("function", WRITE_BACKS)
 def test_a_page_locked_destination_is_written_where_it_lies(function, backend):
     check_write_back(function, backend)
-
-
-def error_text(function, *arguments):
-    try:
-        function(*arguments)
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("function", WRITE_BACKS)

@@ -1,11 +1,11 @@
 """A bad index on the GPU skips its row, is reported once, and harms nothing else."""
 
-import cases
 import pytest
 import torch
-from reference import assert_same_bytes, expected_bytes, moved
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes, expected_bytes, moved
 
 SLOTS, PAGE = 64, 4
 BAD_INT32 = [-1, SLOTS, SLOTS + 1, 2**31 - 1, -(2**31)]

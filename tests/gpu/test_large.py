@@ -1,11 +1,11 @@
 """Pools above 4 GiB: offsets beyond 31 and 32 bits, on the host and on the GPU."""
 
-import cases
 import pytest
 import torch
-from reference import assert_same_bytes
 
+import cases
 import sgl_kvio
+from reference import assert_same_bytes, error_text
 
 ROW = 1152
 SIZE = (9 << 30) // 2
@@ -118,3 +118,23 @@ def test_byte_copies_beyond_4_gib_are_found(host, device):
     for offset in offsets:
         span = slice(offset, offset + 300)
         assert_same_bytes(device[span], host[span], f"bytes at {offset}")
+
+
+def test_a_paged_pool_of_more_than_31_bits_of_slots_is_served_or_refused_by_name(device):
+    """One-byte rows in pages of 64 with a gap: 2^31 slots and a few in 2.03 GiB."""
+    pages = (1 << 25) + 4
+    pool = device.as_strided((pages, 64, 1), (65, 1, 1))
+    slot = pages * 64 - 70
+    content = torch.full((4, 1), 7, dtype=torch.uint8, device="cuda")
+    page, offset = slot // 64, slot % 64
+    pool[page] = 1
+    at = torch.tensor([slot], device="cuda")
+    before = device[:4096].clone()
+    text = error_text(sgl_kvio.transfer, pool, content, at, torch.zeros_like(at), row_ndim=1)
+    sgl_kvio.check()
+    if text:
+        assert "dst[0]" in text
+        return
+    assert pool[page, offset] == 7
+    assert pool[page].sum() == 63 + 7
+    assert_same_bytes(device[:4096], before, "bytes near the start")

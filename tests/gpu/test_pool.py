@@ -226,8 +226,9 @@ def test_an_asymmetric_pool_whose_second_tensor_fails_leaves_the_first_unlocked(
         register(tensor, chunk_bytes, device_index)
 
     monkeypatch.setattr(ops, "host_register", fail_second)
-    with pytest.raises(RuntimeError, match="a better day"):
+    with pytest.raises(RuntimeError, match="a better day") as caught:
         make("asymmetric")
+    assert caught.value.__traceback__ is not None
     assert len(seen) == 2
     assert not any(tensor.is_pinned() for tensor in seen)
 
