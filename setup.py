@@ -40,7 +40,7 @@ def torch_root() -> Path:
 
 
 def tool(name: str) -> str:
-    """The tool of this environment (packages cmake and ninja put it beside Python), else of the PATH."""
+    """The tool beside Python (where the packages cmake and ninja put it), else of the PATH."""
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:

@@ -1,7 +1,8 @@
 """The ops as Python functions, and their fake kernels.
 
-Every function here is the same-named op ``torch.ops.kvio.*`` with documentation; model code may call either. Ops
-raise ``RuntimeError`` whose text names the op, the argument, what it got and what it needs.
+Every function here is the same-named op ``torch.ops.kvio.*`` with documentation; model code may
+call either. Ops raise ``RuntimeError`` whose text names the op, the argument, what it got and what
+it needs.
 """
 
 import json
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_kvio import _C  # noqa: F401  registers torch.ops.kvio
+import sgl_kvio._C  # noqa: F401  registers torch.ops.kvio
 
 _kvio = torch.ops.kvio
 
@@ -32,43 +33,52 @@ def transfer(
     backend: str = "auto",
     num_blocks: int = 0,
 ) -> None:
-    """Copy KV-cache rows between pools: ``dst[i][dst_indices] = src[i][src_indices]`` for every ``i``.
+    """Copy KV-cache rows between pools: ``dst[i][dst_indices] = src[i][src_indices]``, every ``i``.
 
-    One call serves one buffer or all layers, K and V, on the CPU, on a GPU, or between page-locked host memory and a
-    GPU, in either direction.
+    One call serves one buffer or all layers, K and V, on the CPU, on a GPU, or between page-locked
+    host memory and a GPU, in either direction.
 
     Args:
-        dst: Buffers to write, strided views ``[slots, *row]`` or ``[pages, page_size, *row]``; the last ``row_ndim``
-            dims are one token's row. All on one device. A single tensor stands for a list of one.
-        src: Buffers to read, as many as ``dst``. ``src[i]`` has the dtype and row shape of ``dst[i]``; slots and
-            strides may differ, and different pairs may have different rows.
+        dst: Buffers to write, strided views ``[slots, *row]`` or ``[pages, page_size, *row]``; the
+            last ``row_ndim`` dims are one token's row. All on one device. A single tensor stands
+            for a list of one.
+        src: Buffers to read, as many as ``dst``. ``src[i]`` has the dtype and row shape of
+            ``dst[i]``; slots and strides may differ, and different pairs may have different rows.
         dst_indices: 1-D int32 or int64, on the CPU or on the GPU of the pools.
         src_indices: Like ``dst_indices``: same dtype, length and device.
         row_ndim: Number of trailing dims that make a row.
-        page_size: Token slots of one page. With ``index_unit="page"`` it is what an index counts; with token indices
-            it may only speed things up, never change a byte.
-        index_unit: ``"token"``: an index is a token slot. ``"page"``: index ``p`` is the ``page_size`` slots from
-            ``p * page_size`` on.
-        backend: ``"auto"``, ``"register"`` (a GPU kernel) or ``"cpu"``. A backend that cannot serve the call raises.
+        page_size: Token slots of one page. With ``index_unit="page"`` it is what an index counts;
+            with token indices it may only speed things up, never change a byte.
+        index_unit: ``"token"``: an index is a token slot. ``"page"``: index ``p`` is the
+            ``page_size`` slots from ``p * page_size`` on.
+        backend: ``"auto"``, ``"register"`` (a GPU kernel) or ``"cpu"``. A backend that cannot serve
+            the call raises.
         num_blocks: Most CTAs the GPU kernel may take; 0 lets the library choose.
 
-    Stream contract: with any tensor on a GPU the copy is enqueued on the caller's current stream of that GPU, after
-    everything enqueued there before, and the call returns without a host sync, with GPU indices as with CPU ones. Keep
-    the pools alive until the stream has passed. With every tensor on the CPU the copy is done on return.
+    Stream contract: with any tensor on a GPU the copy is enqueued on the caller's current stream of
+    that GPU, after everything enqueued there before, and the call returns without a host sync, with
+    GPU indices as with CPU ones. Keep the pools alive until the stream has passed. With every
+    tensor on the CPU the copy is done on return.
 
-    Indices: CPU indices are checked before a byte moves. A GPU index outside its pool moves nothing for its entry and
-    is reported by the next call or by :func:`check`. Sources may repeat; the order in which a repeated destination is
-    written is undefined (``KVIO_DEBUG_CHECKS=1`` refuses it for CPU indices). Empty lists are a no-op.
+    Indices: CPU indices are checked before a byte moves. A GPU index outside its pool moves nothing
+    for its entry and is reported by the next call or by :func:`check`. Sources may repeat; the
+    order in which a repeated destination is written is undefined (``KVIO_DEBUG_CHECKS=1`` refuses
+    it for CPU indices). Empty lists are a no-op.
 
     Raises:
-        RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU call, or a fault
-            that an earlier call left.
+        RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU
+            call, or a fault that an earlier call left.
 
     Example::
 
         pages = torch.tensor([7, 2])  # host pages 7, 2 -> device pages 0, 1
         sgl_kvio.transfer(
-            [k_device, v_device], [k_host, v_host], torch.tensor([0, 1]), pages, page_size=64, index_unit="page"
+            [k_device, v_device],
+            [k_host, v_host],
+            torch.tensor([0, 1]),
+            pages,
+            page_size=64,
+            index_unit="page",
         )
     """
     _kvio.transfer(
@@ -91,14 +101,16 @@ def memcpy_batch(
     src_offsets: Sequence[int],
     nbytes: Sequence[int],
 ) -> None:
-    """Copy byte ranges: ``nbytes[k]`` bytes from ``src[k]`` at ``src_offsets[k]`` to ``dst[k]`` at ``dst_offsets[k]``.
+    """Copy byte ranges: ``nbytes[k]`` bytes from ``src[k]`` to ``dst[k]``, each at its offset.
 
-    ``dst`` and ``src`` hold contiguous tensors, one a copy or exactly one for all copies. Offsets are bytes from the
-    tensor's first element. The whole plan is checked before a byte moves. Ranges written must not overlap. On a GPU
-    the copies are driver copies on the caller's current stream, without a host sync; host tensors must be page-locked.
+    ``dst`` and ``src`` hold contiguous tensors, one a copy or exactly one for all copies. Offsets
+    are bytes from the tensor's first element. The whole plan is checked before a byte moves. Ranges
+    written must not overlap. On a GPU the copies are driver copies on the caller's current stream,
+    without a host sync; host tensors must be page-locked.
 
     Raises:
-        RuntimeError: lengths that differ, a range outside its tensor, a tensor that is not contiguous.
+        RuntimeError: lengths that differ, a range outside its tensor, a tensor that is not
+            contiguous.
     """
     _kvio.memcpy_batch(
         _as_list(dst), _as_list(src), list(dst_offsets), list(src_offsets), list(nbytes)
@@ -108,13 +120,15 @@ def memcpy_batch(
 def host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
     """Page-lock the bytes of a contiguous CPU tensor, so that GPU kernels may use them.
 
-    ``chunk_bytes`` > 0 registers in chunks of that many bytes (choose a multiple of a page of the pool: a driver copy
-    must not span two chunks); all chunks count as one registration. Nothing stays registered when any chunk fails.
-    Registering the same range again does nothing. ``device_index`` -1 is the current device; only that device's
-    context is made. The memory must stay mapped until :func:`host_unregister`.
+    ``chunk_bytes`` > 0 registers in chunks of that many bytes (choose a multiple of a page of the
+    pool: a driver copy must not span two chunks); all chunks count as one registration. Nothing
+    stays registered when any chunk fails. Registering the same range again does nothing.
+    ``device_index`` -1 is the current device; only that device's context is made. The memory must
+    stay mapped until :func:`host_unregister`.
 
     Raises:
-        RuntimeError: no GPU, overlap with an earlier registration, memory page-locked by somebody else, driver error.
+        RuntimeError: no GPU, overlap with an earlier registration, memory page-locked by somebody
+            else, driver error.
     """
     _kvio.host_register(tensor, chunk_bytes, device_index)
 
@@ -129,21 +143,21 @@ def host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:
 
 
 def device_pointer(tensor: torch.Tensor, device_index: int = -1) -> int:
-    """Address that the GPU uses for the first byte of ``tensor`` (a GPU tensor, or page-locked host memory)."""
+    """Address that the GPU uses for the first byte of a GPU or page-locked host tensor."""
     return int(_kvio.device_pointer(tensor, device_index))
 
 
 def take_fault(device_index: int = -1) -> list[int]:
-    """The recorded index fault of a device, cleared by reading: ``[op, position, value, limit]``, or ``[]``.
+    """The recorded index fault of a device: ``[op, position, value, limit]``, or ``[]``; clears it.
 
-    ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``. Only kernels that have finished are seen;
-    synchronize first, or use :func:`check`.
+    ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``. Only kernels that
+    have finished are seen; synchronize first, or use :func:`check`.
     """
     return list(_kvio.take_fault(device_index))
 
 
 def check(device: torch.device | int | str | None = None) -> None:
-    """Wait for ``device`` (default: the current one) and raise when a transfer met an index outside its pool.
+    """Wait for ``device`` (default: the current one); raise when an index was outside its pool.
 
     Without a GPU there is nothing to wait for: CPU calls raise by themselves.
 
@@ -163,7 +177,8 @@ def check(device: torch.device | int | str | None = None) -> None:
     op, position, value, limit = fault
     argument = "dst_indices" if op == 1 else "src_indices"
     raise RuntimeError(
-        f"kvio::transfer: on cuda:{index} {argument}[{position}] was {value}; it needs 0 to {limit - 1}."
+        f"kvio::transfer: on cuda:{index} {argument}[{position}] was {value};"
+        f" it needs 0 to {limit - 1}."
         " That row was not moved; the others were"
     )
 
@@ -180,7 +195,7 @@ def explain(
     backend: str = "auto",
     num_blocks: int = 0,
 ) -> str:
-    """What :func:`transfer` would do with these arguments: backend, reason, launch, rows, bytes, runs. Moves nothing.
+    """What :func:`transfer` would do: backend, reason, launch, rows, bytes, runs. Moves nothing.
 
     Takes the arguments of :func:`transfer` and raises what it would raise about them.
     """
@@ -202,9 +217,10 @@ def explain(
 def capabilities() -> dict[str, Any]:
     """What this build and machine offer.
 
-    Keys: ``version``, ``backend`` (``"cpu"``, ``"cuda"``, ``"rocm"``), ``archs`` (list of compute capabilities with
-    machine code in the binary), ``toolkit``, ``driver`` (CUDA driver version such as 13000, 0 for none), ``devices``
-    (their number), ``entry_points`` (driver calls found), ``torch``, ``python``. Initializes no device.
+    Keys: ``version``, ``backend`` (``"cpu"``, ``"cuda"``, ``"rocm"``), ``archs`` (list of compute
+    capabilities with machine code in the binary), ``toolkit``, ``driver`` (CUDA driver version such
+    as 13000, 0 for none), ``devices`` (their number), ``entry_points`` (driver calls found),
+    ``torch``, ``python``. Initializes no device.
     """
     info: dict[str, Any] = json.loads(_kvio.build_info())
     info["archs"] = info["archs"].split()
@@ -248,13 +264,13 @@ def _fake_host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:
 
 def _fake_device_pointer(tensor: torch.Tensor, device_index: int = -1) -> int:
     raise RuntimeError(
-        "kvio::device_pointer: an address is known only at run time; call it outside the traced function"
+        "kvio::device_pointer: an address is known only at run time; call it outside the graph"
     )
 
 
 def _fake_take_fault(device_index: int = -1) -> list[int]:
     raise RuntimeError(
-        "kvio::take_fault: a fault is known only at run time; call it outside the traced function"
+        "kvio::take_fault: a fault is known only at run time; call it outside the graph"
     )
 
 

@@ -45,8 +45,20 @@ HostRange query_host_range(const void* address) {
   return range;
 }
 
+bool has_context(int device) {
+  using GetState = CUresult (*)(CUdevice, unsigned int*, int*);
+  static const auto get_state = reinterpret_cast<GetState>(entry_point("cuDevicePrimaryCtxGetState", 7000));
+  unsigned int flags = 0;
+  int active = 0;
+  return get_state != nullptr && get_state(device, &flags, &active) == CUDA_SUCCESS && active != 0;
+}
+
 std::vector<EntryPoint> entry_points() {
-  return {{"cuPointerGetAttributes", entry_point("cuPointerGetAttributes", 7000) != nullptr}};
+  std::vector<EntryPoint> points;
+  for (const char* name : {"cuPointerGetAttributes", "cuDevicePrimaryCtxGetState"}) {
+    points.push_back({name, entry_point(name, 7000) != nullptr});
+  }
+  return points;
 }
 
 }  // namespace kvio::gpu

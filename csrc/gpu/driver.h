@@ -17,6 +17,9 @@ struct HostRange {
 // Asks the driver about one host address. Never leaves an error behind.
 HostRange query_host_range(const void* address);
 
+// True when some part of the process has made a context on `device`.
+bool has_context(int device);
+
 struct EntryPoint {
   std::string name;
   bool found;

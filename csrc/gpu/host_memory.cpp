@@ -98,11 +98,18 @@ void host_unregister(char* data, int device_index) {
          "tensor does not start a range that host_register page-locked; it needs the tensor given to host_register");
   }
   const DeviceGuard guard(op, device_index);
-  // Work that still reads or writes the rows must end first: the driver does not wait.
-  const Error waited = cudaDeviceSynchronize();
+  // Work that still reads or writes the rows must end first, on every GPU that may use them: the driver does not wait.
+  int devices = 0;
+  Error waited = cudaGetDeviceCount(&devices);
+  for (int device = 0; device < devices; ++device) {
+    if (!has_context(device)) continue;
+    const DeviceGuard on_device(op, device);
+    const Error error = cudaDeviceSynchronize();
+    if (waited == cudaSuccess) waited = error;
+  }
   unregister_chunks(it->second.chunks);
   registrations().erase(it);
-  check(op, "waiting for the device", waited);
+  check(op, "waiting for the GPUs", waited);
 }
 
 char* HostTranslator::device_address(const char* argument, int64_t position, const char* data, int64_t extent) {

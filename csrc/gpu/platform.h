@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <torch/csrc/stable/accelerator.h>
 
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 
@@ -23,23 +25,24 @@ inline void check(const char* op, const char* what, Error error) {
   throw std::runtime_error(text.str());
 }
 
-// Makes `device` current and puts the previous one back. Costs nothing when it already is.
+// Makes `device` current and puts the previous one back, through torch's guard: restoring with the runtime's own call
+// would create a context on a device that has none yet. Costs nothing when the device is current already.
 class DeviceGuard {
  public:
   DeviceGuard(const char* op, int device) {
-    check(op, "reading the current device", cudaGetDevice(&previous_));
-    changed_ = previous_ != device;
-    if (changed_) check(op, "setting the current device", cudaSetDevice(device));
-  }
-  ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
+    int current = -1;
+    if (cudaGetDevice(&current) != cudaSuccess) cudaGetLastError();
+    if (current == device) return;
+    torch_guard_.emplace(device);
+    // This library's own copy of the runtime follows the context that torch made current; make sure.
+    check(op, "reading the current device", cudaGetDevice(&current));
+    if (current != device) check(op, "setting the current device", cudaSetDevice(device));
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
 
  private:
-  int previous_ = 0;
-  bool changed_ = false;
+  std::optional<torch::stable::accelerator::DeviceGuard> torch_guard_;
 };
 
 // Lets a lazy allocation happen while some stream of this thread is being captured.

@@ -101,20 +101,15 @@ std::string explain(const TransferRequest& request) {
 }
 
 int resolve_device(const char* op, int64_t device_index) {
-  if (device_index >= 0) return static_cast<int>(device_index);
-  int device = 0;
-  check(op, "reading the current device", cudaGetDevice(&device));
+  const int device = current_or(device_index);
+  if (device < 0) fail(op, "there is no GPU that torch can use; it needs one");
   return device;
 }
 
 int current_or(int64_t device_index) {
   if (device_index >= 0) return static_cast<int>(device_index);
-  int device = -1;
-  if (cudaGetDevice(&device) != cudaSuccess) {
-    cudaGetLastError();
-    return -1;
-  }
-  return device;
+  int32_t device = -1;
+  return aoti_torch_get_current_device_index(&device) == 0 ? device : -1;
 }
 
 std::string driver_info() {

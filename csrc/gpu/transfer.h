@@ -16,10 +16,10 @@ void memcpy_batch(MemcpyBatchRequest request);
 // The choice transfer would make, and the grid it would launch, as text lines.
 std::string explain(const TransferRequest& request);
 
-// A device index of -1 means the current device.
+// A device index of -1 means torch's current device.
 int resolve_device(const char* op, int64_t device_index);
 
-// As above, but -1 where no driver is.
+// As above, but -1 where there is none.
 int current_or(int64_t device_index);
 
 // JSON fields about the driver and the devices; never initializes a device.
