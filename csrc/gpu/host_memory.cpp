@@ -2,6 +2,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -15,6 +16,7 @@ namespace {
 
 struct Registration {
   uintptr_t end = 0;
+  uintptr_t chunk_bytes = 0;
   std::vector<uintptr_t> chunks;  // addresses handed to the driver, ascending
 };
 
@@ -61,6 +63,7 @@ void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_i
   Registration made;
   made.end = end;
   const uintptr_t step = chunk_bytes > 0 ? static_cast<uintptr_t>(chunk_bytes) : end - begin;
+  made.chunk_bytes = step;
   int64_t delta = 0;
   for (uintptr_t at = begin; at < end; at += step) {
     const uintptr_t size = std::min(step, end - at);
@@ -127,12 +130,14 @@ char* HostTranslator::device_address(const char* argument, int64_t position, con
   }
   begin_ = range.begin;
   end_ = range.end;
+  chunk_bytes_ = end_ - begin_;
   alias_delta_ = static_cast<int64_t>(range.alias - range.begin);
   {
     const std::lock_guard<std::mutex> lock(registrations_mutex);
     if (const auto* ours = find_registration(begin)) {
       begin_ = ours->first;
       end_ = ours->second.end;
+      chunk_bytes_ = ours->second.chunk_bytes;
     }
   }
   if (begin < begin_ || end > end_) {
@@ -141,6 +146,12 @@ char* HostTranslator::device_address(const char* argument, int64_t position, con
          "registration");
   }
   return alias();
+}
+
+int64_t HostTranslator::bytes_in_chunk(const char* data) const {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t next = begin_ + ((at - begin_) / chunk_bytes_ + 1) * chunk_bytes_;
+  return static_cast<int64_t>(std::min(next, end_) - at);
 }
 
 }  // namespace kvio::gpu

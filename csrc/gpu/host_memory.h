@@ -22,12 +22,17 @@ class HostTranslator {
   // with `argument[position]` and the call that fixes it.
   char* device_address(const char* argument, int64_t position, const char* data, int64_t extent);
 
+  // Bytes from `data`, which device_address has accepted last, to the end of the driver registration that holds it: a
+  // driver copy must not go further.
+  int64_t bytes_in_chunk(const char* data) const;
+
  private:
   const char* op_;
   int device_index_;
   uintptr_t begin_ = 0;
   uintptr_t end_ = 0;
   int64_t alias_delta_ = 0;
+  uintptr_t chunk_bytes_ = 0;
 };
 
 }  // namespace kvio::gpu

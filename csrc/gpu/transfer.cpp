@@ -1,5 +1,6 @@
 #include "gpu/transfer.h"
 
+#include <algorithm>
 #include <optional>
 #include <sstream>
 
@@ -68,16 +69,27 @@ void memcpy_batch(MemcpyBatchRequest request) {
   const DeviceGuard guard(op, request.gpu_index);
   raise_pending_fault(op, request.gpu_index);
   const Stream stream = current_stream(op, request.gpu_index);
-  HostTranslator translator(op, request.gpu_index);
-  for (size_t k = 0; k < request.copies.size(); ++k) {
-    ByteCopy& copy = request.copies[k];
-    const int64_t at = static_cast<int64_t>(k);
-    if (request.dst_device == DeviceKind::kCpu) translator.device_address("copy to dst", at, copy.dst, copy.nbytes);
-    if (request.src_device == DeviceKind::kCpu) translator.device_address("copy from src", at, copy.src, copy.nbytes);
-  }
+  HostTranslator dst_translator(op, request.gpu_index);
+  HostTranslator src_translator(op, request.gpu_index);
+  const auto accept = [&](const ByteCopy& copy) {
+    if (request.dst_device == DeviceKind::kCpu) {
+      dst_translator.device_address("dst", copy.dst_position, copy.dst, copy.nbytes);
+    }
+    if (request.src_device == DeviceKind::kCpu) {
+      src_translator.device_address("src", copy.src_position, copy.src, copy.nbytes);
+    }
+  };
+  for (const ByteCopy& copy : request.copies) accept(copy);
   for (const ByteCopy& copy : request.copies) {
-    check(op, "copying",
-          cudaMemcpyAsync(copy.dst, copy.src, static_cast<size_t>(copy.nbytes), cudaMemcpyDefault, stream));
+    accept(copy);
+    for (int64_t done = 0; done < copy.nbytes;) {
+      int64_t step = copy.nbytes - done;
+      if (request.dst_device == DeviceKind::kCpu) step = std::min(step, dst_translator.bytes_in_chunk(copy.dst + done));
+      if (request.src_device == DeviceKind::kCpu) step = std::min(step, src_translator.bytes_in_chunk(copy.src + done));
+      check(op, "copying",
+            cudaMemcpyAsync(copy.dst + done, copy.src + done, static_cast<size_t>(step), cudaMemcpyDefault, stream));
+      done += step;
+    }
   }
 }
 

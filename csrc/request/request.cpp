@@ -341,8 +341,9 @@ MemcpyBatchRequest make_memcpy_batch_request(const std::vector<TensorView>& dst,
     if (nbytes[k] < 0) fail(op, "nbytes[", k, "] is ", nbytes[k], "; it needs 0 or more");
     check_range("dst", "dst_offsets", k, static_cast<int64_t>(d), dst_offsets[k], nbytes[k], extent_bytes(dst[d]));
     check_range("src", "src_offsets", k, static_cast<int64_t>(s), src_offsets[k], nbytes[k], extent_bytes(src[s]));
-    if (nbytes[k] > 0)
-      request.copies.push_back({dst[d].data + dst_offsets[k], src[s].data + src_offsets[k], nbytes[k]});
+    if (nbytes[k] == 0) continue;
+    request.copies.push_back({dst[d].data + dst_offsets[k], src[s].data + src_offsets[k], nbytes[k],
+                              static_cast<int64_t>(d), static_cast<int64_t>(s)});
   }
   return request;
 }

@@ -76,6 +76,8 @@ struct ByteCopy {
   char* dst;
   const char* src;
   int64_t nbytes;
+  int64_t dst_position;  // of the tensors in the caller's lists
+  int64_t src_position;
 };
 
 struct MemcpyBatchRequest {
