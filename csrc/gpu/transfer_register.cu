@@ -23,9 +23,8 @@ namespace kvio::gpu {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kStretchLoads = 18;  // 32 rows of 576 or 1152 bytes are 2 or 4 full rounds
-constexpr int kMaxBuffers = 256;   // 128 layers x K and V
-constexpr int kFewBuffers = 8;     // a one-layer call, whose launch need not carry kilobytes of parameters
+constexpr int kMaxBuffers = 256;  // 128 layers x K and V
+constexpr int kFewBuffers = 8;    // a one-layer call, whose launch need not carry kilobytes of parameters
 
 struct Side {
   FastDivide page_slots;
@@ -57,6 +56,10 @@ struct Params {
   uint32_t packages;        // whole packages of a unit
   uint32_t remainder;       // bytes of a unit after its packages
   uint32_t lanes_per_unit;  // power of two
+  uint32_t skew_mask;
+  uint32_t max_skew;  // packages
+  uint32_t stretch_loads;
+  bool skew_by_dst;
   bool buffers_innermost;
   bool is_int64;
 };
@@ -143,7 +146,7 @@ __device__ __forceinline__ bool is_stretch(const Units& units, uint32_t unit_byt
   return __all_sync(0xffffffffu, lane >= units.count || (units.dst != nullptr && follows));
 }
 
-template <int kWidth>
+template <int kWidth, int kStretchLoads>
 __device__ __forceinline__ void copy_stretch(const Units& units, uint32_t packages, uint32_t lane) {
   using Package = typename PackageOf<kWidth>::type;
   const uint32_t total = units.count * packages;
@@ -170,7 +173,9 @@ __device__ __forceinline__ void copy_stretch(const Units& units, uint32_t packag
   }
 }
 
-// Groups of `lanes` lanes move a unit each, kUnits of them at a time, kLoads packages a lane and unit in flight.
+// Groups of `lanes` lanes move a unit each, kUnits of them at a time, kLoads packages a lane and unit in flight. A
+// group starts up to `max_skew` packages before its unit, where a line starts, so that no step cuts a line of the
+// host's.
 template <int kWidth, int kUnits, int kLoads, class P>
 __device__ __forceinline__ void copy_units(const P& p, const Units& units, uint32_t lane) {
   using Package = typename PackageOf<kWidth>::type;
@@ -178,33 +183,37 @@ __device__ __forceinline__ void copy_units(const P& p, const Units& units, uint3
   const uint32_t groups = 32 / lanes;
   const uint32_t group = lane / lanes;
   const uint32_t column = lane % lanes;
-  const uint32_t last = p.packages - 1;
   for (uint32_t first = 0; first < units.count; first += groups * kUnits) {
     const char* from[kUnits];
-    char* to[kUnits];
+    uint32_t start[kUnits];  // this lane's first package; wraps below 0 where it starts before the unit
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const uint32_t unit = first + k * groups + group;
       from[k] = shuffle_pointer(units.src, unit & 31);
-      to[k] = shuffle_pointer(units.dst, unit & 31);
-      if (unit >= units.count) to[k] = nullptr;
+      const char* to = shuffle_pointer(units.dst, unit & 31);
+      const uint32_t low = static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.skew_by_dst ? to : from[k]));
+      start[k] = column - (low & p.skew_mask) / kWidth;
+      // No unit, or none to be written: no package of it is inside.
+      if (unit >= units.count || to == nullptr) start[k] = p.packages + p.max_skew;
     }
-    for (uint32_t at = column; at < p.packages + column; at += lanes * kLoads) {
+    for (uint32_t step = 0; step < p.packages + p.max_skew; step += lanes * kLoads) {
       Package held[kUnits][kLoads] = {};
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-          const bool wanted = to[k] != nullptr && at + j * lanes <= last;
-          load_once_if(wanted, held[k][j], from[k] + uint64_t{at + j * lanes} * kWidth);
+          const uint32_t at = start[k] + step + j * lanes;
+          load_once_if(at < p.packages, held[k][j], from[k] + uint64_t{at} * kWidth);
         }
       }
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
+        // Fetched again rather than kept: the registers are needed by what is in flight.
+        char* to = shuffle_pointer(units.dst, (first + k * groups + group) & 31);
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
-          const bool wanted = to[k] != nullptr && at + j * lanes <= last;
-          store_once_if(wanted, to[k] + uint64_t{at + j * lanes} * kWidth, held[k][j]);
+          const uint32_t at = start[k] + step + j * lanes;
+          store_once_if(at < p.packages, to + uint64_t{at} * kWidth, held[k][j]);
         }
       }
     }
@@ -228,7 +237,11 @@ __global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_consta
       index = fetch_index(p, item, lane);
     }
     if (is_stretch(units, p.unit_bytes, lane)) {
-      copy_stretch<kWidth>(units, p.packages, lane);
+      if (p.stretch_loads == 18) {
+        copy_stretch<kWidth, 18>(units, p.packages, lane);
+      } else {
+        copy_stretch<kWidth, 16>(units, p.packages, lane);
+      }
     } else {
       copy_units<kWidth, kUnits, kLoads>(p, units, lane);
       if (p.remainder != 0 && units.dst != nullptr) {
@@ -296,6 +309,10 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
   p.unit_bytes = static_cast<uint32_t>(plan.dst.piece_bytes);
   p.packages = static_cast<uint32_t>(plan.packages);
   p.lanes_per_unit = static_cast<uint32_t>(plan.split.lanes_per_unit);
+  p.skew_mask = static_cast<uint32_t>(plan.skew_alignment - 1);
+  p.max_skew = static_cast<uint32_t>(plan.max_skew);
+  p.skew_by_dst = plan.skew_by_dst;
+  p.stretch_loads = static_cast<uint32_t>(plan.stretch_loads);
   p.fault = fault;
   p.first_position = first;
   p.slots_per_index = plan.slots_per_index;

@@ -1,14 +1,12 @@
 #include "plan/register_plan.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "plan/copy_width.h"
 
 namespace kvio {
 namespace {
 
-constexpr int64_t kLineBytes = 128;
 constexpr int64_t kMaxUnits = int64_t{1} << 30;
 
 // Whole pages whose rows are packed on both sides are one long row each.
@@ -62,42 +60,31 @@ bool buffers_share_pages(const BufferGroup& group) {
          interleaved(group.src, group.src_base[0], group.src_base[1]);
 }
 
-// Lines touched by reading a unit in steps, summed over the steps and averaged over the places where a unit may start:
-// a step that ends inside a line makes the link carry that line's rest as a request of its own.
-double line_requests(int64_t unit_bytes, int64_t step_bytes, int64_t alignment) {
-  int64_t lines = 0;
-  int64_t starts = 0;
-  for (int64_t start = 0; start < kLineBytes; start += alignment, ++starts) {
-    for (int64_t at = 0; at < unit_bytes; at += step_bytes) {
-      const int64_t first = start + at;
-      const int64_t last = start + std::min(at + step_bytes, unit_bytes) - 1;
-      lines += last / kLineBytes - first / kLineBytes + 1;
-    }
-  }
-  return static_cast<double>(lines) / static_cast<double>(starts);
-}
-
 }  // namespace
+
+int64_t step_alignment(int64_t lanes, int64_t package_bytes) { return std::min(kLineBytes, lanes * package_bytes); }
+
+int64_t max_skew(const UnitShape& unit, int64_t lanes) {
+  const int64_t step = step_alignment(lanes, unit.package_bytes);
+  return unit.alignment < step ? (step - unit.alignment) / unit.package_bytes : 0;
+}
 
 LaneSplit choose_lane_split(const UnitShape& unit) {
   constexpr LaneSplit kKernels[] = {{0, 1, 16}, {0, 2, 8}, {0, 2, 9}, {0, 4, 4}, {0, 8, 2}};
   const int64_t unit_bytes = unit.packages * unit.package_bytes;
-  const double fewest = line_requests(unit_bytes, unit_bytes, unit.alignment);
   LaneSplit best;
-  double best_score = 0;
+  double best_busy = 0;
   for (int64_t lanes = 1; lanes <= 32; lanes *= 2) {
     const int64_t step_bytes = lanes * unit.package_bytes;
-    const bool cuts_lines = step_bytes < kLineBytes && step_bytes < unit_bytes;
-    if (cuts_lines && lanes < 32) continue;
-    const double whole_lines = fewest / line_requests(unit_bytes, step_bytes, unit.alignment);
-    const int64_t loads = (unit.packages + lanes - 1) / lanes;
+    if (lanes < 32 && step_bytes < kLineBytes && step_bytes < unit_bytes) continue;
+    const int64_t loads = (unit.packages + max_skew(unit, lanes) + lanes - 1) / lanes;
     for (const LaneSplit& kernel : kKernels) {
       const int64_t rounds = (loads + kernel.loads_per_unit - 1) / kernel.loads_per_unit;
       const double busy =
           static_cast<double>(unit.packages) / static_cast<double>(rounds * kernel.loads_per_unit * lanes);
-      const double score = unit.to_host ? std::sqrt(whole_lines) * busy : whole_lines * (0.5 + 0.5 * busy);
-      if (score > best_score * 1.001) {
-        best_score = score;
+      // Among equals the fewest lanes: more rows at once hide more of a scattered row's address translation.
+      if (busy > best_busy * 1.001) {
+        best_busy = busy;
         best = kernel;
         best.lanes_per_unit = lanes;
       }
@@ -140,8 +127,11 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   const int64_t piece = plan.dst.piece_bytes;
   plan.packages = piece / plan.package_bytes;
   plan.remainder = piece % plan.package_bytes;
-  plan.split = remembered_split({plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits),
-                                 request.dst_device == DeviceKind::kCpu});
+  const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits)};
+  plan.split = remembered_split(unit);
+  plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
+  plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
+  plan.skew_by_dst = request.dst_device == DeviceKind::kCpu;
   plan.units = range * plan.slots_per_index * plan.dst.num_pieces;
   plan.buffers_innermost = buffers_share_pages(group);
 
@@ -158,6 +148,8 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
     per_item /= 2;
   }
   plan.units_per_item = per_item;
+  const int64_t loads = (per_item * plan.packages + 31) / 32;
+  plan.stretch_loads = (loads + 17) / 18 < (loads + 15) / 16 ? 18 : 16;
   const int64_t items = (plan.units + per_item - 1) / per_item * buffers;
   plan.num_blocks =
       std::max<int64_t>(1, std::min(wanted_blocks, (items + policy.warps_per_block - 1) / policy.warps_per_block));

@@ -15,21 +15,27 @@ struct LaneSplit {
   int64_t loads_per_unit = 16;
 };
 
+constexpr int64_t kLineBytes = 128;  // what the link carries best: a read that cuts a line costs a request more
+
 // What the split of a unit depends on.
 struct UnitShape {
   int64_t packages = 0;
   int64_t package_bytes = 16;
-  int64_t alignment = 16;  // units start at multiples of it, bytes
-  bool to_host = false;
+  int64_t alignment = 16;  // units start at multiples of it, bytes, at most a line
 
   bool operator==(const UnitShape& o) const {
-    return packages == o.packages && package_bytes == o.package_bytes && alignment == o.alignment &&
-           to_host == o.to_host;
+    return packages == o.packages && package_bytes == o.package_bytes && alignment == o.alignment;
   }
 };
 
-// The split, among those that have a kernel, that reads whole lines and keeps lanes busy. Reads over the link care most
-// for whole lines; writes are posted, and care most for many rows at once (measured with scattered rows, H200).
+// Lane groups step through a unit from a multiple of this before its start, so that no step cuts a line: a line, or one
+// step where that is shorter.
+int64_t step_alignment(int64_t lanes, int64_t package_bytes);
+
+// Packages that a group may step over before the unit starts.
+int64_t max_skew(const UnitShape& unit, int64_t lanes);
+
+// The split, among those that have a kernel, that keeps most lanes busy without cutting lines.
 LaneSplit choose_lane_split(const UnitShape& unit);
 
 // What one launch needs besides addresses. A unit is one piece of one slot; an item is up to `units_per_item`
@@ -42,7 +48,11 @@ struct RegisterPlan {
   int64_t packages = 0;        // whole packages of one unit
   int64_t remainder = 0;       // bytes of a unit after them
   LaneSplit split;
-  int64_t units = 0;  // of one buffer
+  int64_t skew_alignment = 16;  // see step_alignment
+  int64_t max_skew = 0;         // packages
+  bool skew_by_dst = false;     // lines are those of the destination (host) side
+  int64_t stretch_loads = 16;   // loads of a lane in flight where units follow each other: 16 or 18
+  int64_t units = 0;            // of one buffer
   int64_t units_per_item = 32;
   int64_t num_blocks = 1;
   // Items of one slot range over all buffers come next to each other (true), or all items of one buffer do (false):

@@ -1,0 +1,317 @@
+// Lets pytest call the host C++ of csrc/request and csrc/plan. No torch and no GPU: a tensor is what a test says it is,
+// and its memory is never touched. Only index arrays are real.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "plan/backend.h"
+#include "plan/copy_width.h"
+#include "plan/register_plan.h"
+#include "plan/runs.h"
+#include "request/pool_view.h"
+#include "request/request.h"
+#include "request/tensor_view.h"
+
+namespace py = pybind11;
+
+namespace kvio {
+namespace {
+
+struct Dtype {
+  const char* name;
+  int64_t element_size;
+};
+
+// A dtype's code is its place here.
+constexpr Dtype kDtypes[] = {{"uint8", 1},    {"int8", 1},    {"int16", 2},   {"int32", 4},        {"int64", 8}, {"float16", 2},
+                             {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"float8_e4m3fn", 1}};
+
+std::string name_of(int32_t code) { return kDtypes[code].name; }
+
+int32_t code_of(const std::string& name) {
+  for (size_t code = 0; code < std::size(kDtypes); ++code) {
+    if (name == kDtypes[code].name) return static_cast<int32_t>(code);
+  }
+  throw py::value_error("the bridge knows no dtype " + name);
+}
+
+std::string dtype_of_format(const py::buffer_info& info) {
+  const char kind = info.format.empty() ? '?' : info.format.back();
+  const std::string bits = std::to_string(info.itemsize * 8);
+  if (std::string("bhilq").find(kind) != std::string::npos) return "int" + bits;
+  if (std::string("BHILQ").find(kind) != std::string::npos) return "uint" + bits;
+  return "float" + bits;
+}
+
+DeviceKind device_kind(const std::string& name) {
+  if (name == "cpu") return DeviceKind::kCpu;
+  if (name == "gpu") return DeviceKind::kGpu;
+  if (name == "other") return DeviceKind::kOther;
+  throw py::value_error("device is " + name + "; the bridge needs cpu, gpu or other");
+}
+
+// A description of a tensor that owns its sizes and strides.
+class Tensor {
+ public:
+  Tensor(uint64_t address, std::vector<int64_t> sizes, std::vector<int64_t> strides, const std::string& dtype,
+         const std::string& device, int32_t device_index)
+      : sizes_(std::move(sizes)), strides_(std::move(strides)) {
+    if (sizes_.size() != strides_.size()) throw py::value_error("sizes and strides differ in length");
+    facts_.data = reinterpret_cast<char*>(address);
+    facts_.dtype = code_of(dtype);
+    facts_.element_size = kDtypes[facts_.dtype].element_size;
+    facts_.is_int32 = dtype == "int32";
+    facts_.is_int64 = dtype == "int64";
+    facts_.device = device_kind(device);
+    facts_.device_index = facts_.device == DeviceKind::kCpu ? -1 : device_index;
+  }
+
+  // An array that exists: it is kept alive.
+  static Tensor of_buffer(const py::buffer& array, const std::string& device, int32_t device_index) {
+    const py::buffer_info info = array.request();
+    std::vector<int64_t> strides;
+    for (const py::ssize_t bytes : info.strides) strides.push_back(bytes / info.itemsize);
+    Tensor tensor(reinterpret_cast<uint64_t>(info.ptr), std::vector<int64_t>(info.shape.begin(), info.shape.end()),
+                  std::move(strides), dtype_of_format(info), device, device_index);
+    tensor.owner_ = array;
+    return tensor;
+  }
+
+  TensorView view() const {
+    TensorView view = facts_;
+    view.sizes = sizes_.data();
+    view.strides = strides_.data();
+    view.ndim = static_cast<int64_t>(sizes_.size());
+    return view;
+  }
+
+ private:
+  std::vector<int64_t> sizes_;
+  std::vector<int64_t> strides_;
+  TensorView facts_;
+  py::object owner_;
+};
+
+std::vector<TensorView> views_of(const std::vector<Tensor>& tensors) {
+  std::vector<TensorView> views;
+  for (const Tensor& tensor : tensors) views.push_back(tensor.view());
+  return views;
+}
+
+// A request and the index arrays that it points into.
+struct OwningRequest {
+  TransferRequest request;
+  Tensor dst_indices;
+  Tensor src_indices;
+};
+
+OwningRequest make_request(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
+                           const Tensor& src_indices, int64_t row_ndim, int64_t page_size,
+                           const std::string& index_unit, const std::string& backend, int64_t num_blocks) {
+  const TransferOptions options{row_ndim, page_size, index_unit, backend, num_blocks};
+  return {make_transfer_request("transfer", views_of(dst), views_of(src), dst_indices.view(), src_indices.view(),
+                                options, name_of),
+          dst_indices, src_indices};
+}
+
+template <class Pointer>
+std::vector<uint64_t> addresses(const std::vector<Pointer>& pointers) {
+  std::vector<uint64_t> numbers;
+  for (const Pointer pointer : pointers) numbers.push_back(reinterpret_cast<uint64_t>(pointer));
+  return numbers;
+}
+
+const char* kind_name(DeviceKind kind) {
+  return kind == DeviceKind::kCpu ? "cpu" : (kind == DeviceKind::kGpu ? "gpu" : "other");
+}
+
+using SplitTuple = std::tuple<int64_t, int64_t, int64_t>;
+
+SplitTuple tuple_of(const LaneSplit& split) {
+  return {split.lanes_per_unit, split.units_per_lane, split.loads_per_unit};
+}
+
+void bind_request(py::module_& m) {
+  py::class_<Tensor>(m, "Tensor")
+      .def(py::init<uint64_t, std::vector<int64_t>, std::vector<int64_t>, const std::string&, const std::string&,
+                    int32_t>(),
+           py::arg("address"), py::arg("sizes"), py::arg("strides"), py::kw_only(), py::arg("dtype") = "uint8",
+           py::arg("device") = "cpu", py::arg("device_index") = 0)
+      .def_static("of_buffer", &Tensor::of_buffer, py::arg("array"), py::kw_only(), py::arg("device") = "cpu",
+                  py::arg("device_index") = 0)
+      .def_property_readonly("extent_bytes", [](const Tensor& t) { return extent_bytes(t.view()); });
+
+  py::class_<PoolView>(m, "PoolView")
+      .def_readonly("slots", &PoolView::slots)
+      .def_readonly("page_slots", &PoolView::page_slots)
+      .def_readonly("page_stride", &PoolView::page_stride)
+      .def_readonly("token_stride", &PoolView::token_stride)
+      .def_readonly("num_pieces", &PoolView::num_pieces)
+      .def_readonly("piece_stride", &PoolView::piece_stride)
+      .def_readonly("piece_bytes", &PoolView::piece_bytes)
+      .def_property_readonly("is_flat", &PoolView::is_flat)
+      .def_property_readonly("packed", &PoolView::packed)
+      .def_property_readonly("row_bytes", &PoolView::row_bytes)
+      .def("offset", &PoolView::offset, py::arg("slot"));
+
+  m.def(
+      "pool_view",
+      [](const Tensor& tensor, int64_t row_ndim, const std::string& argument, int64_t position) {
+        return make_pool_view("transfer", argument.c_str(), position, tensor.view(), row_ndim);
+      },
+      py::arg("tensor"), py::kw_only(), py::arg("row_ndim") = 2, py::arg("argument") = "dst", py::arg("position") = 0);
+  m.def(
+      "align_pieces",
+      [](PoolView dst, PoolView src, int64_t position) {
+        align_pieces("transfer", position, &dst, &src);
+        return std::make_pair(dst, src);
+      },
+      py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("position") = 0);
+
+  py::class_<BufferGroup>(m, "BufferGroup")
+      .def_readonly("dst", &BufferGroup::dst)
+      .def_readonly("src", &BufferGroup::src)
+      .def_property_readonly("dst_base", [](const BufferGroup& g) { return addresses(g.dst_base); })
+      .def_property_readonly("src_base", [](const BufferGroup& g) { return addresses(g.src_base); })
+      .def_readonly("position", &BufferGroup::position)
+      .def_readonly("dst_extent", &BufferGroup::dst_extent)
+      .def_readonly("src_extent", &BufferGroup::src_extent);
+
+  py::class_<OwningRequest>(m, "TransferRequest")
+      .def_property_readonly("groups", [](const OwningRequest& r) { return r.request.groups; })
+      .def_property_readonly("num_indices", [](const OwningRequest& r) { return r.request.num_indices; })
+      .def_property_readonly("slots_per_index", [](const OwningRequest& r) { return r.request.slots_per_index; })
+      .def_property_readonly("num_blocks", [](const OwningRequest& r) { return r.request.num_blocks; })
+      .def_property_readonly("backend", [](const OwningRequest& r) { return r.request.backend; })
+      .def_property_readonly("dst_device", [](const OwningRequest& r) { return kind_name(r.request.dst_device); })
+      .def_property_readonly("src_device", [](const OwningRequest& r) { return kind_name(r.request.src_device); })
+      .def_property_readonly("index_device", [](const OwningRequest& r) { return kind_name(r.request.index_device); })
+      .def_property_readonly("gpu_index", [](const OwningRequest& r) { return r.request.gpu_index; })
+      .def_property_readonly("payload_bytes", [](const OwningRequest& r) { return r.request.payload_bytes(); })
+      .def_property_readonly("num_buffers", [](const OwningRequest& r) { return r.request.num_buffers(); })
+      .def_property_readonly("empty", [](const OwningRequest& r) { return r.request.empty(); });
+
+  m.def("make_transfer_request", &make_request, py::arg("dst"), py::arg("src"), py::arg("dst_indices"),
+        py::arg("src_indices"), py::kw_only(), py::arg("row_ndim") = 2, py::arg("page_size") = 1,
+        py::arg("index_unit") = "token", py::arg("backend") = "auto", py::arg("num_blocks") = 0);
+  m.def(
+      "check_cpu_indices",
+      [](const OwningRequest& r, bool find_duplicates) { check_cpu_indices("transfer", r.request, find_duplicates); },
+      py::arg("request"), py::kw_only(), py::arg("find_duplicates") = false);
+  m.def(
+      "make_memcpy_batch_request",
+      [](const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const std::vector<int64_t>& dst_offsets,
+         const std::vector<int64_t>& src_offsets, const std::vector<int64_t>& nbytes) {
+        const MemcpyBatchRequest request =
+            make_memcpy_batch_request(views_of(dst), views_of(src), dst_offsets, src_offsets, nbytes);
+        std::vector<std::tuple<uint64_t, uint64_t, int64_t>> copies;
+        for (const ByteCopy& c : request.copies) {
+          copies.emplace_back(reinterpret_cast<uint64_t>(c.dst), reinterpret_cast<uint64_t>(c.src), c.nbytes);
+        }
+        return std::make_pair(copies, request.gpu_index);
+      },
+      py::arg("dst"), py::arg("src"), py::arg("dst_offsets"), py::arg("src_offsets"), py::arg("nbytes"));
+  m.def(
+      "check_contiguous",
+      [](const Tensor& tensor, const std::string& argument) {
+        check_contiguous("host_register", argument, tensor.view());
+      },
+      py::arg("tensor"), py::kw_only(), py::arg("argument") = "tensor");
+}
+
+void bind_plan(py::module_& m) {
+  m.def("address_bits", &address_bits, py::arg("group"));
+  m.def("address_alignment", &address_alignment, py::arg("dst"), py::arg("src"), py::arg("address_bits"));
+  m.def("copy_width", &copy_width, py::arg("dst"), py::arg("src"), py::arg("address_bits"));
+
+  m.def(
+      "runs",
+      [](const OwningRequest& r, const BufferGroup& group, int64_t begin, int64_t end) {
+        std::vector<std::tuple<int64_t, int64_t, int64_t>> runs;
+        for_each_run(r.request, group, begin, end < 0 ? r.request.num_indices : end,
+                     [&](const Run& run) { runs.emplace_back(run.dst_slot, run.src_slot, run.num_slots); });
+        return runs;
+      },
+      py::arg("request"), py::arg("group"), py::kw_only(), py::arg("begin") = 0, py::arg("end") = -1);
+
+  m.def(
+      "choose_backend",
+      [](const std::string& wanted, bool any_gpu, bool indices_on_cpu, bool capturing) {
+        BackendFacts facts;
+        facts.any_gpu = any_gpu;
+        facts.indices_on_cpu = indices_on_cpu;
+        facts.capturing = capturing;
+        const BackendChoice choice = choose_backend("transfer", wanted, facts);
+        return std::make_pair(std::string(backend_name(choice.backend)), std::string(choice.reason));
+      },
+      py::arg("wanted"), py::kw_only(), py::arg("any_gpu"), py::arg("indices_on_cpu"), py::arg("capturing") = false);
+  m.def(
+      "facts_of",
+      [](const OwningRequest& r, bool capturing) {
+        const BackendFacts facts = facts_of(r.request, capturing);
+        py::dict named;
+        named["any_gpu"] = facts.any_gpu;
+        named["indices_on_cpu"] = facts.indices_on_cpu;
+        named["capturing"] = facts.capturing;
+        return named;
+      },
+      py::arg("request"), py::kw_only(), py::arg("capturing") = false);
+
+  m.def(
+      "choose_lane_split",
+      [](int64_t packages, int64_t package_bytes, int64_t alignment, bool to_host) {
+        return tuple_of(choose_lane_split({packages, package_bytes, alignment, to_host}));
+      },
+      py::kw_only(), py::arg("packages"), py::arg("package_bytes"), py::arg("alignment"), py::arg("to_host"),
+      "(lanes a unit, units a lane, loads a unit)");
+
+  py::class_<RegisterPolicy>(m, "RegisterPolicy")
+      .def(py::init<>())
+      .def_readwrite("warps_per_block", &RegisterPolicy::warps_per_block)
+      .def_readwrite("bytes_per_warp_step", &RegisterPolicy::bytes_per_warp_step)
+      .def_readwrite("max_units_per_item", &RegisterPolicy::max_units_per_item)
+      .def_readwrite("long_piece_bytes", &RegisterPolicy::long_piece_bytes)
+      .def_readwrite("link_blocks", &RegisterPolicy::link_blocks);
+
+  py::class_<RegisterPlan>(m, "RegisterPlan")
+      .def_readonly("dst", &RegisterPlan::dst)
+      .def_readonly("src", &RegisterPlan::src)
+      .def_readonly("slots_per_index", &RegisterPlan::slots_per_index)
+      .def_readonly("package_bytes", &RegisterPlan::package_bytes)
+      .def_readonly("packages", &RegisterPlan::packages)
+      .def_readonly("remainder", &RegisterPlan::remainder)
+      .def_property_readonly("split", [](const RegisterPlan& plan) { return tuple_of(plan.split); })
+      .def_readonly("units", &RegisterPlan::units)
+      .def_readonly("units_per_item", &RegisterPlan::units_per_item)
+      .def_readonly("num_blocks", &RegisterPlan::num_blocks)
+      .def_readonly("buffers_innermost", &RegisterPlan::buffers_innermost);
+
+  m.def(
+      "make_register_plan",
+      [](const OwningRequest& r, const BufferGroup& group, int64_t range, int64_t num_sms,
+         const RegisterPolicy& policy) {
+        return make_register_plan(r.request, group, range < 0 ? r.request.num_indices : range, num_sms, policy);
+      },
+      py::arg("request"), py::arg("group"), py::kw_only(), py::arg("range") = -1, py::arg("num_sms") = 132,
+      py::arg("policy") = RegisterPolicy());
+  m.def(
+      "max_indices_per_launch",
+      [](const OwningRequest& r, const BufferGroup& group) { return max_indices_per_launch(r.request, group); },
+      py::arg("request"), py::arg("group"));
+}
+
+}  // namespace
+}  // namespace kvio
+
+PYBIND11_MODULE(kvio_native, m) {
+  m.doc() = "Host C++ of csrc/request and csrc/plan, for tests.";
+  kvio::bind_request(m);
+  kvio::bind_plan(m);
+}
