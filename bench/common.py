@@ -38,18 +38,23 @@ SECONDS_PER_FIGURE = 0.1
 class Arena:
     """Bytes that a bench cuts its pools from: allocated and filled with random data once.
 
-    `host` is page-locked memory (plain memory without a GPU), made as HostKVPool makes its own.
+    `host` is page-locked memory (plain memory without a GPU): made as HostKVPool makes its own
+    (`host_memory="pool"`), or by the driver, through torch's pin_memory (`"driver"`).
     `mirror` holds the same bytes on the device, for checks, and is `host` itself without a GPU.
     `device` is as large, for device pools. All three are 1-D uint8 tensors of `nbytes`.
     """
 
     _PIECE = 64 * MIB
 
-    def __init__(self, where: torch.device, nbytes: int) -> None:
+    def __init__(self, where: torch.device, nbytes: int, host_memory: str = "pool") -> None:
         self.where = where
         self.nbytes = nbytes
-        self._memory = HostMemory(nbytes, device_index=where.index)
-        self.host = self._memory.tensor
+        self._memory: HostMemory | None = None
+        if host_memory == "pool":
+            self._memory = HostMemory(nbytes, device_index=where.index)
+            self.host = self._memory.tensor
+        else:
+            self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=where.type == "cuda")
         self.device = torch.empty(nbytes, dtype=torch.uint8, device=where)
         self.mirror = torch.empty_like(self.device) if where.type == "cuda" else self.host
         fill_random(self.device)
@@ -66,7 +71,8 @@ class Arena:
         """Gives the memory back; tensors cut from it must be gone."""
         synchronize(self.where)
         del self.host, self.mirror, self.device
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         pieces = zip(dst.split(self._PIECE), src.split(self._PIECE), strict=True)

@@ -656,7 +656,7 @@ def measure(options: Options) -> dict[str, Any]:
     machine = describe_machine(options.device)
     machine["sgl_kvio"] = sgl_kvio.__version__
     print(machine_title(machine), flush=True)
-    arena = Arena(options.device, arena_bytes(options))
+    arena = Arena(options.device, arena_bytes(options), options.host_memory)
     run = Run(options, arena)
     for direction, ceiling in run.ceilings.items():
         print(f"ceiling {direction} {ceiling['gbps_median']:.2f} GB/s, contiguous")
@@ -684,6 +684,7 @@ def measure(options: Options) -> dict[str, Any]:
         "seed": options.seed,
         "machine": machine,
         "host_pool_gib": arena.nbytes / GIB,
+        "host_memory": options.host_memory,
         "wall_seconds": time.monotonic() - started,
         "ceilings": run.ceilings,
         "ceilings_after": ceilings_after,
@@ -707,6 +708,7 @@ class Options:
     device: torch.device
     backends: tuple[str, ...]
     sizes: Sizes
+    host_memory: str
     pool_gib: float
     budget_s: float
     seed: int
@@ -723,6 +725,12 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
     parser.add_argument("--backends", help="comma list (default: all that accept a transfer)")
     parser.add_argument("--pool-gib", type=float, help="host memory to use (default: by mode)")
+    parser.add_argument(
+        "--host-memory",
+        choices=("pool", "driver"),
+        default="pool",
+        help="page-locked as HostKVPool does it, or allocated by the driver (pin_memory)",
+    )
     parser.add_argument("--tokens", type=int, help="tokens of a call, a multiple of 64")
     parser.add_argument("--layers", type=int, help="layers of a pool")
     parser.add_argument("--budget", type=float, help="start no measurement after SECONDS")
@@ -751,6 +759,7 @@ def parse(argv: Sequence[str]) -> Options:
         device=device,
         backends=tuple((args.backends or known).split(",")),
         sizes=_sizes(GPU_SIZES if on_gpu else CPU_SIZES, args.tokens, args.layers),
+        host_memory=args.host_memory,
         pool_gib=args.pool_gib or (gpu_pool_gib[name] if on_gpu else 0.5),
         budget_s=args.budget or (budget_s[name] if on_gpu else min(50.0, budget_s[name])),
         seed=secrets.randbits(31) if args.seed is None else args.seed,

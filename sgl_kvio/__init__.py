@@ -3,6 +3,7 @@
 Importing registers ``torch.ops.kvio.*``; it initializes no GPU and works without a driver.
 """
 
+from sgl_kvio import _binary  # noqa: F401  loads the ops, or says what is wrong with the build
 from sgl_kvio._version import __version__
 from sgl_kvio.loader import LayerwiseLoad, LayerwiseLoader
 from sgl_kvio.ops import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-import sgl_kvio._C  # noqa: F401  registers torch.ops.kvio
+from sgl_kvio import _binary  # noqa: F401  registers torch.ops.kvio
 
 _kvio = torch.ops.kvio
 

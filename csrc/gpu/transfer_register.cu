@@ -23,8 +23,8 @@ namespace kvio::gpu {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kMaxBuffers = 256;  // 128 layers x K and V
-constexpr int kFewBuffers = 8;    // a one-layer call, whose launch need not carry kilobytes of parameters
+constexpr int kMaxBuffers = kMaxBuffersPerLaunch;
+constexpr int kFewBuffers = 8;  // a one-layer call, whose launch need not carry kilobytes of parameters
 
 struct Side {
   FastDivide page_slots;
@@ -244,9 +244,10 @@ __global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_consta
       }
     } else {
       copy_units<kWidth, kUnits, kLoads>(p, units, lane);
-      if (p.remainder != 0 && units.dst != nullptr) {
-        copy_remainder<kWidth>(units.dst + p.packages * kWidth, units.src + p.packages * kWidth, p.remainder);
-      }
+    }
+    // After either: a single unit counts as a stretch and may have one.
+    if (p.remainder != 0 && units.dst != nullptr) {
+      copy_remainder<kWidth>(units.dst + p.packages * kWidth, units.src + p.packages * kWidth, p.remainder);
     }
     if (!more) return;
   }

@@ -14,6 +14,7 @@ void join_pages(RegisterPlan* plan) {
   const int64_t slots = plan->slots_per_index;
   const auto joinable = [&](const PoolView& v) { return v.packed() && (v.is_flat() || v.page_slots % slots == 0); };
   if (slots == 1 || !joinable(plan->dst) || !joinable(plan->src)) return;
+  if (plan->dst.piece_bytes > kMaxPieceBytes / slots) return;
   for (PoolView* v : {&plan->dst, &plan->src}) {
     v->slots /= slots;
     v->piece_bytes *= slots;
@@ -49,15 +50,14 @@ void cut_long_pieces(RegisterPlan* plan, const RegisterPolicy& policy) {
   }
 }
 
-// Host rows of neighbouring buffers that lie closer than one slot apart (page-first) are moved together.
+// Buffers whose rows lie inside one another's pitch (page-first pools) are moved together.
 bool buffers_share_pages(const BufferGroup& group) {
-  if (group.dst_base.size() < 2) return false;
-  const auto interleaved = [](const PoolView& v, const char* first, const char* second) {
-    const int64_t gap = second > first ? second - first : first - second;
-    return gap < (v.is_flat() ? v.token_stride : v.page_stride);
+  const auto interleaved = [](const PoolView& v, const auto& bases) {
+    const int64_t pitch = v.is_flat() ? v.token_stride : v.page_stride;
+    return std::any_of(bases.begin() + 1, bases.end(),
+                       [&](const char* base) { return (base > bases[0] ? base - bases[0] : bases[0] - base) < pitch; });
   };
-  return interleaved(group.dst, group.dst_base[0], group.dst_base[1]) ||
-         interleaved(group.src, group.src_base[0], group.src_base[1]);
+  return interleaved(group.dst, group.dst_base) || interleaved(group.src, group.src_base);
 }
 
 }  // namespace
@@ -110,7 +110,9 @@ LaneSplit remembered_split(const UnitShape& unit) {
 
 int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup& group) {
   const int64_t piece_parts = std::max<int64_t>(1, group.dst.piece_bytes / 16);
-  return std::max<int64_t>(1, kMaxUnits / (request.slots_per_index * group.dst.num_pieces * piece_parts));
+  const int64_t buffers = std::min<int64_t>(kMaxBuffersPerLaunch, static_cast<int64_t>(group.dst_base.size()));
+  const int64_t per_index = request.slots_per_index * group.dst.num_pieces;
+  return std::max<int64_t>(1, kMaxUnits / piece_parts / buffers / per_index);
 }
 
 RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
@@ -143,7 +145,7 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   const int64_t buffers = static_cast<int64_t>(group.dst_base.size());
   const int64_t warps = wanted_blocks * policy.warps_per_block;
   int64_t per_item = policy.max_units_per_item;
-  while (per_item > 1 && per_item * piece > policy.bytes_per_warp_step &&
+  while (per_item > 1 && per_item / 2 * piece >= policy.bytes_per_warp_step &&
          (plan.units + per_item - 1) / per_item * buffers < 2 * warps) {
     per_item /= 2;
   }

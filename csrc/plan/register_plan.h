@@ -72,7 +72,9 @@ struct RegisterPolicy {
 RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
                                 int64_t num_sms, const RegisterPolicy& policy = RegisterPolicy());
 
-// Most index positions one launch can serve: its unit numbers are 32-bit.
+constexpr int64_t kMaxBuffersPerLaunch = 256;  // 128 layers x K and V
+
+// Most index positions one launch can serve: it counts units, and items over all buffers, in 31 bits.
 int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup& group);
 
 }  // namespace kvio

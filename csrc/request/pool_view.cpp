@@ -1,5 +1,7 @@
 #include "request/pool_view.h"
 
+#include <algorithm>
+
 #include "error.h"
 
 namespace kvio {
@@ -39,19 +41,23 @@ PoolView make_pool_view(const char* op, const char* argument, int64_t position, 
   PoolView view;
   const int64_t item = tensor.element_size;
 
-  constexpr int kMaxRowDims = 3;  // one piece dim, one contiguous dim, one more to recognise what is refused
-  Dim row[kMaxRowDims];
-  int count = collapse(tensor, lead, row, kMaxRowDims);
-  int64_t contiguous = 1;
-  if (count > 0 && row[count - 1].stride == 1) contiguous = row[--count].size;
-  if (count < 0 || count > 1) {
-    fail(op, argument, "[", position, "] has row dims of shape ", shape_text(tensor.sizes + lead, row_ndim),
-         " and strides ", shape_text(tensor.strides + lead, row_ndim),
-         "; it needs rows that are contiguous, or equal pieces at one stride (for example heads)");
+  const bool empty_rows =
+      std::any_of(tensor.sizes + lead, tensor.sizes + tensor.ndim, [](int64_t n) { return n == 0; });
+  if (!empty_rows) {
+    constexpr int kMaxRowDims = 3;  // one piece dim, one contiguous dim, one more to recognise what is refused
+    Dim row[kMaxRowDims];
+    int count = collapse(tensor, lead, row, kMaxRowDims);
+    int64_t contiguous = 1;
+    if (count > 0 && row[count - 1].stride == 1) contiguous = row[--count].size;
+    if (count < 0 || count > 1) {
+      fail(op, argument, "[", position, "] has row dims of shape ", shape_text(tensor.sizes + lead, row_ndim),
+           " and strides ", shape_text(tensor.strides + lead, row_ndim),
+           "; it needs rows that are contiguous, or equal pieces at one stride (for example heads)");
+    }
+    view.piece_bytes = contiguous * item;
+    view.num_pieces = count == 1 ? row[0].size : 1;
+    view.piece_stride = count == 1 ? row[0].stride * item : view.piece_bytes;
   }
-  view.piece_bytes = contiguous * item;
-  view.num_pieces = count == 1 ? row[0].size : 1;
-  view.piece_stride = count == 1 ? row[0].stride * item : view.piece_bytes;
 
   if (lead == 1) {
     view.slots = tensor.sizes[0];

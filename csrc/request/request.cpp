@@ -57,6 +57,7 @@ void check_pair(const char* op, size_t i, const TensorView& dst, const TensorVie
 
 // A destination dim of stride 0 would be written many times over.
 void check_not_expanded(const char* op, size_t i, const TensorView& dst) {
+  if (extent_bytes(dst) == 0) return;
   for (int64_t d = 0; d < dst.ndim; ++d) {
     if (dst.strides[d] == 0 && dst.sizes[d] > 1) {
       fail(op, "dst[", i, "] has stride 0 in dimension ", d, " of size ", dst.sizes[d],
@@ -87,6 +88,10 @@ void check_countable(const char* op, const TransferRequest& request) {
            " token slots in pages apart from each other; it "
            "needs at most ",
            2 * kMost, ", or pages that follow each other");
+    }
+    if (view.piece_bytes > kMaxPieceBytes) {
+      fail(op, argument, "[", group.position[0], "] has rows of ", view.piece_bytes,
+           " contiguous bytes; it needs at most ", kMaxPieceBytes);
     }
     if (request.slots_per_index > kMost / view.num_pieces) {
       fail(op, "page_size is ", request.page_size, " with rows of ", view.num_pieces, " pieces; it needs at most ",
@@ -257,6 +262,7 @@ void check_side(const char* op, const char* argument, const char* pool, const Tr
 }  // namespace
 
 void check_cpu_indices(const char* op, const TransferRequest& request, bool find_duplicates) {
+  if (request.groups.empty()) return;
   check_side(op, "dst_indices", "dst", request, request.dst_indices, limit_of(request, &BufferGroup::dst));
   check_side(op, "src_indices", "src", request, request.src_indices, limit_of(request, &BufferGroup::src));
   if (!find_duplicates) return;
@@ -272,9 +278,9 @@ void check_cpu_indices(const char* op, const TransferRequest& request, bool find
 }
 
 void check_contiguous(const char* op, const std::string& argument, const TensorView& t) {
+  if (extent_bytes(t) == 0) return;
   int64_t expected = 1;
   for (int64_t d = t.ndim - 1; d >= 0; --d) {
-    if (t.sizes[d] == 0) return;
     if (t.sizes[d] != 1 && t.strides[d] != expected) {
       fail(op, argument, " has shape ", shape_text(t.sizes, t.ndim), " and strides ", shape_text(t.strides, t.ndim),
            "; it needs a contiguous tensor");

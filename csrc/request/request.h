@@ -11,6 +11,8 @@
 
 namespace kvio {
 
+constexpr int64_t kMaxPieceBytes = int64_t{64} << 20;  // of contiguous row bytes: kernels count them in 32 bits
+
 struct IndexList {
   const void* data = nullptr;
   int64_t stride = 1;  // elements

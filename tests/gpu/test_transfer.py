@@ -81,6 +81,25 @@ def test_a_call_of_many_rows_is_exact_with_any_number_of_ctas(direction, shape, 
         assert_same_bytes(block, want, f"destination, num_blocks={num_blocks}")
 
 
+@pytest.mark.parametrize("row_bytes", [1, 17, 31, 130, 1159, 9001])
+@pytest.mark.parametrize("count", [1, 2, 32, 33, 65])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_last_bytes_of_a_row_arrive_however_few_rows_there_are(direction, count, row_bytes):
+    """Rows wider than their loads, at a wide pitch; a warp may find itself with one row alone."""
+    pitch = (row_bytes + 63) // 32 * 32
+    blocks = [
+        put(cases.contiguous_pool((count + 5, 1, pitch), torch.uint8, seed), place)
+        for seed, place in ((0, direction[0]), (1, direction[2]))
+    ]
+    src, dst = (block[:, :, :row_bytes] for block in blocks)
+    at, frm = torch.arange(count) + 3, torch.arange(count).flip(0)
+    want = blocks[1].cpu().clone()
+    want[:, :, :row_bytes] = moved(dst, src, at, frm)
+    sgl_kvio.transfer(dst, src, at.cuda(), frm.cuda())
+    torch.cuda.synchronize()
+    assert_same_bytes(blocks[1], want, "destination")
+
+
 @pytest.mark.parametrize("row_bytes", [24, 130, 512, 576])
 @pytest.mark.parametrize("page_size", [3, 64, 256])
 @pytest.mark.parametrize("direction", DIRECTIONS)

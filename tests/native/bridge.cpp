@@ -30,8 +30,8 @@ struct Dtype {
 };
 
 // A dtype's code is its place here.
-constexpr Dtype kDtypes[] = {{"uint8", 1},    {"int8", 1},    {"int16", 2},   {"int32", 4},        {"int64", 8}, {"float16", 2},
-                             {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"float8_e4m3fn", 1}};
+constexpr Dtype kDtypes[] = {{"uint8", 1},   {"int8", 1},     {"int16", 2},   {"int32", 4},   {"int64", 8},
+                             {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"float8_e4m3fn", 1}};
 
 std::string name_of(int32_t code) { return kDtypes[code].name; }
 
@@ -264,12 +264,19 @@ void bind_plan(py::module_& m) {
       },
       py::arg("request"), py::kw_only(), py::arg("capturing") = false);
 
+  py::class_<UnitShape>(m, "UnitShape")
+      .def(py::init([](int64_t packages, int64_t package_bytes, int64_t alignment) {
+             return UnitShape{packages, package_bytes, alignment};
+           }),
+           py::kw_only(), py::arg("packages"), py::arg("package_bytes"), py::arg("alignment"))
+      .def_readonly("packages", &UnitShape::packages)
+      .def_readonly("package_bytes", &UnitShape::package_bytes)
+      .def_readonly("alignment", &UnitShape::alignment);
+  m.attr("LINE_BYTES") = kLineBytes;
+  m.def("step_alignment", &step_alignment, py::arg("lanes"), py::arg("package_bytes"));
+  m.def("max_skew", &max_skew, py::arg("unit"), py::arg("lanes"));
   m.def(
-      "choose_lane_split",
-      [](int64_t packages, int64_t package_bytes, int64_t alignment, bool to_host) {
-        return tuple_of(choose_lane_split({packages, package_bytes, alignment, to_host}));
-      },
-      py::kw_only(), py::arg("packages"), py::arg("package_bytes"), py::arg("alignment"), py::arg("to_host"),
+      "choose_lane_split", [](const UnitShape& unit) { return tuple_of(choose_lane_split(unit)); }, py::arg("unit"),
       "(lanes a unit, units a lane, loads a unit)");
 
   py::class_<RegisterPolicy>(m, "RegisterPolicy")
@@ -288,6 +295,10 @@ void bind_plan(py::module_& m) {
       .def_readonly("packages", &RegisterPlan::packages)
       .def_readonly("remainder", &RegisterPlan::remainder)
       .def_property_readonly("split", [](const RegisterPlan& plan) { return tuple_of(plan.split); })
+      .def_readonly("skew_alignment", &RegisterPlan::skew_alignment)
+      .def_readonly("max_skew", &RegisterPlan::max_skew)
+      .def_readonly("skew_by_dst", &RegisterPlan::skew_by_dst)
+      .def_readonly("stretch_loads", &RegisterPlan::stretch_loads)
       .def_readonly("units", &RegisterPlan::units)
       .def_readonly("units_per_item", &RegisterPlan::units_per_item)
       .def_readonly("num_blocks", &RegisterPlan::num_blocks)
