@@ -424,19 +424,30 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic_arithmetic() -> Iterator[None]:
-    """Asks torch for the same kernels in both runs; leaves its settings as they were."""
+    """Asks torch for arithmetic that repeats bit for bit; leaves its settings as they were.
+
+    cuDNN's attention is out of it (its choice of kernel is not torch's), and so are reductions in
+    less than float32.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+    matmul = torch.backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction
     # Its stubs do not know the module's one setting. Filling costs time and hides nothing here.
     memory: Any = torch.utils.deterministic
     fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    matmul.allow_bf16_reduced_precision_reduction = False
     memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
+        matmul.allow_bf16_reduced_precision_reduction = reduced
         memory.fill_uninitialized_memory = fill
 
 
