@@ -58,7 +58,8 @@ def tiny_demo(text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         sizes = ["--tokens", "192", "--page-size", "16", "--chunk", "64", "--decode", "3"]
         where = ["--model", "tiny", "--device", "cpu", "--text", str(text_file)]
         status = main(["demo", *where, *sizes, *arguments])
-        return status, capsys.readouterr().out.splitlines()[-1]
+        run.lines = capsys.readouterr().out.splitlines()
+        return status, run.lines[-1]
 
     return run
 
@@ -348,6 +349,8 @@ def test_a_layer_that_never_came_back_is_found(tiny_demo, monkeypatch: pytest.Mo
     status, last = tiny_demo()
     assert status == 1
     assert last.startswith("logits DIFFER: next chunk, position 0: ")
+    # The arithmetic is not to blame.
+    assert tiny_demo.lines[-2].endswith("gives the first one's logits")
 
 
 def slow_down_restores(monkeypatch: pytest.MonkeyPatch) -> None:
