@@ -39,8 +39,8 @@ class TransferCall {
     TransferOptions options;
     options.row_ndim = torch::stable::detail::to<int64_t>(stack[4]);
     options.page_size = torch::stable::detail::to<int64_t>(stack[5]);
-    options.index_unit = torch::stable::detail::to<std::string>(stack[6]);
-    options.backend = torch::stable::detail::to<std::string>(stack[7]);
+    options.index_unit = boxed_string(stack[6]);
+    options.backend = boxed_string(stack[7]);
     options.num_blocks = torch::stable::detail::to<int64_t>(stack[8]);
     request = make_transfer_request(op, dst_.views(), src_.views(), dst_indices_.view(), src_indices_.view(), options,
                                     dtype_name);

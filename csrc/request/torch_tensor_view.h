@@ -93,6 +93,19 @@ class BoxedTensorList {
   std::vector<BoxedTensor> tensors_;
 };
 
+// A boxed string argument, taken off its handle. Not torch's own conversion, which leaks a string a call (seen
+// in 2.13).
+inline std::string boxed_string(StableIValue value) {
+  const StringHandle handle = torch::stable::detail::to<StringHandle>(value);
+  size_t length = 0;
+  const char* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  std::string text(data, length);
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
 // Python's name of a dtype, for error texts.
 inline std::string dtype_name(int32_t dtype) {
   using torch::headeronly::ScalarType;
