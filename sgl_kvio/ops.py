@@ -17,6 +17,24 @@ from sgl_kvio import _binary  # noqa: F401  registers torch.ops.kvio
 _kvio = torch.ops.kvio
 
 
+def _changed(
+    row_ndim: int, page_size: int, index_unit: str, backend: str, num_blocks: int
+) -> dict[str, Any]:
+    """The options that are not the op's defaults: passing one costs a call 0.3 us."""
+    options: dict[str, Any] = {}
+    if row_ndim != 2:
+        options["row_ndim"] = row_ndim
+    if page_size != 1:
+        options["page_size"] = page_size
+    if index_unit != "token":
+        options["index_unit"] = index_unit
+    if backend != "auto":
+        options["backend"] = backend
+    if num_blocks != 0:
+        options["num_blocks"] = num_blocks
+    return options
+
+
 def _as_list(buffers: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [buffers] if isinstance(buffers, torch.Tensor) else list(buffers)
 
@@ -81,17 +99,8 @@ def transfer(
             index_unit="page",
         )
     """
-    _kvio.transfer(
-        _as_list(dst),
-        _as_list(src),
-        dst_indices,
-        src_indices,
-        row_ndim=row_ndim,
-        page_size=page_size,
-        index_unit=index_unit,
-        backend=backend,
-        num_blocks=num_blocks,
-    )
+    options = _changed(row_ndim, page_size, index_unit, backend, num_blocks)
+    _kvio.transfer(_as_list(dst), _as_list(src), dst_indices, src_indices, **options)
 
 
 def memcpy_batch(
@@ -199,19 +208,8 @@ def explain(
 
     Takes the arguments of :func:`transfer` and raises what it would raise about them.
     """
-    return str(
-        _kvio.explain(
-            _as_list(dst),
-            _as_list(src),
-            dst_indices,
-            src_indices,
-            row_ndim=row_ndim,
-            page_size=page_size,
-            index_unit=index_unit,
-            backend=backend,
-            num_blocks=num_blocks,
-        )
-    )
+    options = _changed(row_ndim, page_size, index_unit, backend, num_blocks)
+    return str(_kvio.explain(_as_list(dst), _as_list(src), dst_indices, src_indices, **options))
 
 
 def capabilities() -> dict[str, Any]:

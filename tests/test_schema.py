@@ -178,3 +178,25 @@ def test_opcheck_passes_on_queries():
     torch.library.opcheck(torch.ops.kvio.build_info.default, (), test_utils=checks)
     arguments, options = next(transfer_samples())
     torch.library.opcheck(torch.ops.kvio.explain.default, arguments, options, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", ["transfer", "explain"])
+def test_the_functions_have_the_defaults_of_the_ops(name):
+    """They leave out what equals a default, so both must mean the same one."""
+    arguments = getattr(torch.ops.kvio, name).default._schema.arguments
+    of_op = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    parameters = inspect.signature(getattr(sgl_kvio, name)).parameters.values()
+    empty = inspect.Parameter.empty
+    of_function = {p.name: p.default for p in parameters if p.default is not empty}
+    assert of_function == of_op
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("row_ndim", -1), ("page_size", 0), ("index_unit", "?"), ("backend", "?"), ("num_blocks", -1)],
+)
+@pytest.mark.parametrize("name", ["transfer", "explain"])
+def test_the_functions_hand_every_option_on(name, option, value):
+    rows, indices = torch.zeros(4, 1, 2), torch.arange(2)
+    with pytest.raises(RuntimeError, match=option):
+        getattr(sgl_kvio, name)(rows, rows.clone(), indices, indices, **{option: value})
