@@ -1,7 +1,7 @@
 """Builds sgl_kvio/_C.abi3.so with CMake and ninja.
 
 Environment:
-    KVIO_BACKEND     auto (default: cuda when nvcc is found, else cpu), cpu, cuda, rocm
+    KVIO_BACKEND     auto (default: cuda when nvcc is found, else cpu), cpu, cuda
     KVIO_CUDA_ARCHS  compute capabilities, for example "80;90" (default: the list in CMakeLists.txt)
     MAX_JOBS         parallel compile jobs
 """
@@ -70,8 +70,9 @@ class CMakeBuild(build_ext):
             f"-DKVIO_PYTHON_INCLUDE={sysconfig.get_path('include')}",
             f"-DKVIO_OUTPUT_DIR={output}",
         ]
-        if archs := os.environ.get("KVIO_CUDA_ARCHS"):
-            configure.append(f"-DKVIO_CUDA_ARCHS={archs}")
+        # Unset means the list in CMakeLists.txt, not that of an earlier build in this tree.
+        archs = os.environ.get("KVIO_CUDA_ARCHS")
+        configure.append(f"-DKVIO_CUDA_ARCHS={archs}" if archs else "-UKVIO_CUDA_ARCHS")
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
         subprocess.run([tool("cmake"), "--build", str(build), "-j", jobs], check=True)

@@ -27,7 +27,9 @@ using Tensors = std::vector<Tensor>;
 
 bool debug_checks() {
   const char* value = std::getenv("KVIO_DEBUG_CHECKS");
-  return value != nullptr && *value != '\0' && *value != '0';
+  if (value == nullptr) return false;
+  const std::string text(value);
+  return text != "" && text != "0" && text != "false" && text != "off" && text != "no";
 }
 
 // The arguments of transfer and explain in schema order, and the request made of them. Owns the arguments: the request
@@ -122,21 +124,25 @@ void host_register(Tensor tensor, int64_t chunk_bytes, int64_t device_index) {
 void host_unregister(Tensor tensor, int64_t device_index) {
   constexpr const char* op = "host_unregister";
   const TensorView view = view_of(tensor);
+  if (view.device != DeviceKind::kCpu) {
+    fail(op, "tensor is on ", device_name(view.device, view.device_index), "; it needs a CPU tensor");
+  }
   if (extent_bytes(view) == 0) return;
-  gpu::host_unregister(view.data, gpu::resolve_device(op, device_index));
+  gpu::host_unregister(view.data, extent_bytes(view), gpu::resolve_device(op, device_index));
 }
 
 int64_t device_pointer(Tensor tensor, int64_t device_index) {
   constexpr const char* op = "device_pointer";
   const TensorView view = view_of(tensor);
   if (view.device == DeviceKind::kGpu) return reinterpret_cast<int64_t>(view.data);
-  gpu::HostTranslator translator(op, gpu::resolve_device(op, device_index));
+  gpu::resolve_device(op, device_index);
+  gpu::HostTranslator translator(op);
   return reinterpret_cast<int64_t>(translator.device_address("tensor", 0, view.data, extent_bytes(view)));
 }
 
 std::vector<int64_t> take_fault(int64_t device_index) {
   gpu::Fault fault;
-  if (!gpu::take_fault(gpu::current_or(device_index), &fault)) return {};
+  if (!gpu::take_fault(gpu::current_or("take_fault", device_index), &fault)) return {};
   return {fault.op, fault.position, fault.value, fault.limit};
 }
 
@@ -145,7 +151,7 @@ std::string backend_info() { return gpu::driver_info(); }
 #else
 
 [[noreturn]] void no_gpu(const char* op) {
-  fail(op, "this build of sgl_kvio has no GPU code; it needs a wheel built with KVIO_BACKEND=cuda or rocm");
+  fail(op, "this build of sgl_kvio has no GPU code; it needs a wheel built with KVIO_BACKEND=cuda");
 }
 
 void host_register(Tensor, int64_t, int64_t) { no_gpu("host_register"); }
@@ -195,6 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
   m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_gpu));
   m.impl("explain", &kvio::explain_gpu);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
+  m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
 }
 #endif

@@ -5,6 +5,7 @@ call either. Ops raise ``RuntimeError`` whose text names the op, the argument, w
 it needs.
 """
 
+import functools
 import json
 import platform
 from collections.abc import Callable, Sequence
@@ -75,13 +76,17 @@ def transfer(
 
     Stream contract: with any tensor on a GPU the copy is enqueued on the caller's current stream of
     that GPU, after everything enqueued there before, and the call returns without a host sync, with
-    GPU indices as with CPU ones. Keep the pools alive until the stream has passed. With every
+    GPU indices as with CPU ones. Keep pools and GPU index tensors alive until the stream has passed
+    (``record_stream`` those made on another stream); CPU indices may change at once. With every
     tensor on the CPU the copy is done on return.
 
     Indices: CPU indices are checked before a byte moves. A GPU index outside its pool moves nothing
     for its entry and is reported by the next call or by :func:`check`. Sources may repeat; the
     order in which a repeated destination is written is undefined (``KVIO_DEBUG_CHECKS=1`` refuses
-    it for CPU indices). Empty lists are a no-op.
+    it for CPU indices), and so are the bytes of a row that one call both reads and writes (refused
+    likewise). Empty lists are a no-op.
+
+    Not differentiable: the copy is invisible to autograd and does not bump version counters.
 
     Raises:
         RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU
@@ -114,8 +119,8 @@ def memcpy_batch(
 
     ``dst`` and ``src`` hold contiguous tensors, one a copy or exactly one for all copies. Offsets
     are bytes from the tensor's first element. The whole plan is checked before a byte moves. Ranges
-    written must not overlap. On a GPU the copies are driver copies on the caller's current stream,
-    without a host sync; host tensors must be page-locked.
+    written must not overlap each other, nor ranges read. On a GPU the copies are driver copies on
+    the caller's current stream, without a host sync; host tensors must be page-locked.
 
     Raises:
         RuntimeError: lengths that differ, a range outside its tensor, a tensor that is not
@@ -131,7 +136,8 @@ def host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int 
 
     ``chunk_bytes`` > 0 registers in chunks of that many bytes (choose a multiple of a page of the
     pool: a driver copy must not span two chunks); all chunks count as one registration. Nothing
-    stays registered when any chunk fails. Registering the same range again does nothing.
+    stays registered when any chunk fails. Registering the same range again does nothing, whatever
+    ``chunk_bytes``.
     ``device_index`` -1 is the current device; only that device's context is made. The memory must
     stay mapped until :func:`host_unregister`.
 
@@ -143,7 +149,10 @@ def host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int 
 
 
 def host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:
-    """Undo :func:`host_register` for the same tensor, after waiting for the device.
+    """Undo :func:`host_register` for the same tensor, after waiting for every GPU of the process.
+
+    No other call that uses the range may be running. While a CUDA graph is being captured nothing
+    can be waited for: then this raises, and the memory stays registered.
 
     Raises:
         RuntimeError: the tensor does not start a range that :func:`host_register` page-locked.
@@ -206,10 +215,18 @@ def explain(
 ) -> str:
     """What :func:`transfer` would do: backend, reason, launch, rows, bytes, runs. Moves nothing.
 
-    Takes the arguments of :func:`transfer` and raises what it would raise about them.
+    Takes the arguments of :func:`transfer` and raises what it would raise about them. Not for hot
+    loops: torch leaks the text of every op that returns one.
     """
     options = _changed(row_ndim, page_size, index_unit, backend, num_blocks)
     return str(_kvio.explain(_as_list(dst), _as_list(src), dst_indices, src_indices, **options))
+
+
+@functools.cache
+def _build_info() -> dict[str, Any]:
+    # Once: torch leaks the text of every op that returns one.
+    info: dict[str, Any] = json.loads(_kvio.build_info())
+    return info
 
 
 def capabilities() -> dict[str, Any]:
@@ -220,11 +237,21 @@ def capabilities() -> dict[str, Any]:
     as 13000, 0 for none), ``devices`` (their number), ``entry_points`` (driver calls found),
     ``torch``, ``python``. Initializes no device.
     """
-    info: dict[str, Any] = json.loads(_kvio.build_info())
+    info = dict(_build_info())
     info["archs"] = info["archs"].split()
     info["torch"] = torch.__version__
     info["python"] = platform.python_version()
     return info
+
+
+def _refuse_mixed_meta(op: str, tensors: Sequence[torch.Tensor]) -> None:
+    """A meta tensor among real ones would make the call a silent no-op."""
+    on_meta = [tensor.device.type == "meta" for tensor in tensors]
+    if any(on_meta) and not all(on_meta):
+        raise RuntimeError(
+            f"kvio::{op}: some arguments are meta tensors and others are not;"
+            " it needs every tensor to have memory, or none"
+        )
 
 
 def _fake_transfer(
@@ -239,7 +266,7 @@ def _fake_transfer(
     backend: str = "auto",
     num_blocks: int = 0,
 ) -> None:
-    return None
+    _refuse_mixed_meta("transfer", [*dst, *src, dst_indices, src_indices])
 
 
 def _fake_memcpy_batch(
@@ -249,11 +276,12 @@ def _fake_memcpy_batch(
     src_offsets: Sequence[int],
     nbytes: Sequence[int],
 ) -> None:
-    return None
+    _refuse_mixed_meta("memcpy_batch", [*dst, *src])
 
 
 def _fake_host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
-    return None
+    if tensor.device.type == "meta":
+        raise RuntimeError("kvio::host_register: tensor is on meta; it needs a CPU tensor")
 
 
 def _fake_host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:

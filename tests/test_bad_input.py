@@ -316,3 +316,49 @@ def test_unregistering_what_was_never_registered_raises():
 def test_without_a_gpu_no_fault_is_pending():
     assert list(torch.ops.kvio.take_fault()) == []
     sgl_kvio.check()
+
+
+@pytest.mark.parametrize("name", ["dst", "src", "dst_indices", "src_indices"])
+def test_a_meta_tensor_among_real_ones_is_refused(name):
+    """It would make the whole call a silent no-op."""
+    arguments = {
+        "dst": torch.zeros(4, 1, 2),
+        "src": torch.ones(4, 1, 2),
+        "dst_indices": torch.arange(2),
+        "src_indices": torch.arange(2),
+    }
+    dst = arguments["dst"]
+    arguments[name] = arguments[name].to("meta")
+    with pytest.raises(RuntimeError, match="kvio::transfer: some arguments are meta tensors"):
+        sgl_kvio.transfer(*arguments.values())
+    assert not dst.any()
+
+
+def test_meta_tensors_are_refused_by_the_other_ops():
+    real, meta = torch.zeros(8), torch.zeros(8, device="meta")
+    with pytest.raises(RuntimeError, match="kvio::memcpy_batch: some arguments are meta"):
+        sgl_kvio.memcpy_batch(real, meta, [0], [0], [8])
+    with pytest.raises(RuntimeError, match="kvio::host_register: tensor is on meta"):
+        sgl_kvio.host_register(meta)
+
+
+@pytest.mark.parametrize("name", ["dst", "src", "dst_indices", "src_indices"])
+@pytest.mark.parametrize("left", [0, 8])
+def test_a_tensor_whose_storage_was_shrunk_is_refused(name, left):
+    """Resizing a storage leaves its views as they are: reading them would end the process."""
+    arguments = {
+        "dst": torch.zeros(4, 1, 2),
+        "src": torch.ones(4, 1, 2),
+        "dst_indices": torch.arange(2),
+        "src_indices": torch.arange(2),
+    }
+    arguments[name].untyped_storage().resize_(left)
+    with pytest.raises(RuntimeError, match=rf"{name}.* spans \d+ bytes but its storage has {left}"):
+        sgl_kvio.transfer(*arguments.values())
+
+
+def test_a_byte_copy_of_a_freed_storage_is_refused():
+    dst, src = torch.zeros(8), torch.zeros(8)
+    src.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"src\[0\] spans 32 bytes but its storage has 0"):
+        sgl_kvio.memcpy_batch(dst, src, [0], [0], [8])

@@ -300,3 +300,19 @@ def test_a_pitch_beyond_31_bits_is_no_overflow():
     order = torch.tensor([2, 0, 1], dtype=torch.int32)
     sgl_kvio.transfer(pool, content, order, torch.arange(3, dtype=torch.int32), row_ndim=1)
     assert_same_bytes(pool, content[[1, 2, 0]], "destination")
+
+
+def test_rows_moved_inside_one_pool_stay_inside_it():
+    """Bytes of a row that is read and written are undefined; everything else is not."""
+    pool = cases.contiguous_pool((64, 2, 8), torch.int32, 0)
+    before = pool.clone()
+    sgl_kvio.transfer(pool, pool, torch.arange(1, 33), torch.arange(32))
+    assert torch.equal(pool[33:], before[33:])
+    assert torch.equal(pool[0], before[0])
+
+
+@pytest.mark.parametrize("value", ["", "0", "false", "off", "no"])
+def test_debug_checks_can_be_switched_off(value, monkeypatch):
+    monkeypatch.setenv("KVIO_DEBUG_CHECKS", value)
+    rows = torch.zeros(4, 1, 2)
+    sgl_kvio.transfer(rows, rows.clone(), torch.tensor([1, 1]), torch.tensor([0, 2]))

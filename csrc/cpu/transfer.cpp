@@ -12,16 +12,17 @@ namespace {
 
 constexpr int64_t kGrainBytes = 128 << 10;  // below this a second thread costs more than it saves
 
+// memmove: rows read may be rows written, which leaves their bytes undefined but nothing else.
 void copy_run(const BufferGroup& group, size_t buffer, const Run& run) {
   char* dst = group.dst_base[buffer] + group.dst.offset(run.dst_slot);
   const char* src = group.src_base[buffer] + group.src.offset(run.src_slot);
   const size_t piece_bytes = static_cast<size_t>(group.dst.piece_bytes);
   if (group.dst.packed() && group.src.packed()) {
-    std::memcpy(dst, src, piece_bytes * static_cast<size_t>(run.num_slots));
+    std::memmove(dst, src, piece_bytes * static_cast<size_t>(run.num_slots));
     return;
   }
   for (int64_t p = 0; p < group.dst.num_pieces; ++p) {
-    std::memcpy(dst + p * group.dst.piece_stride, src + p * group.src.piece_stride, piece_bytes);
+    std::memmove(dst + p * group.dst.piece_stride, src + p * group.src.piece_stride, piece_bytes);
   }
 }
 
@@ -54,7 +55,7 @@ void memcpy_batch(const MemcpyBatchRequest& request) {
   torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       const ByteCopy& copy = request.copies[static_cast<size_t>(k)];
-      std::memcpy(copy.dst, copy.src, static_cast<size_t>(copy.nbytes));
+      std::memmove(copy.dst, copy.src, static_cast<size_t>(copy.nbytes));
     }
   });
 }

@@ -8,8 +8,6 @@
 namespace kvio::gpu {
 namespace {
 
-constexpr int kMaxDevices = 64;
-
 struct DeviceRecord {
   FaultRecord* host = nullptr;
   FaultRecord* device = nullptr;
@@ -32,7 +30,9 @@ FaultRecord* fault_record(const char* op, int device) {
   std::memset(host, 0, sizeof(FaultRecord));
   static_cast<FaultRecord*>(host)->generation = 1;
   void* alias = nullptr;
-  check(op, "mapping the fault record", cudaHostGetDevicePointer(&alias, host, 0));
+  const Error mapped = cudaHostGetDevicePointer(&alias, host, 0);
+  if (mapped != cudaSuccess) cudaFreeHost(host);
+  check(op, "mapping the fault record", mapped);
   record.host = static_cast<FaultRecord*>(host);
   record.device = static_cast<FaultRecord*>(alias);
   return record.device;

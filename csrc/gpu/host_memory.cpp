@@ -17,6 +17,7 @@ namespace {
 struct Registration {
   uintptr_t end = 0;
   uintptr_t chunk_bytes = 0;
+  bool closing = false;           // host_unregister is waiting for the GPUs
   std::vector<uintptr_t> chunks;  // addresses handed to the driver, ascending
 };
 
@@ -34,9 +35,33 @@ const std::pair<const uintptr_t, Registration>* find_registration(uintptr_t addr
   return address < it->second.end ? &*it : nullptr;
 }
 
-void unregister_chunks(const std::vector<uintptr_t>& chunks) {
-  for (auto it = chunks.rbegin(); it != chunks.rend(); ++it) cudaHostUnregister(reinterpret_cast<void*>(*it));
-  cudaGetLastError();
+// Undoes every chunk; returns the first error, if any.
+Error unregister_chunks(const std::vector<uintptr_t>& chunks) {
+  Error first = cudaSuccess;
+  for (auto it = chunks.rbegin(); it != chunks.rend(); ++it) {
+    const Error error = cudaHostUnregister(reinterpret_cast<void*>(*it));
+    if (error != cudaSuccess) cudaGetLastError();
+    if (first == cudaSuccess) first = error;
+  }
+  return first;
+}
+
+// Waits for all work of the process on every GPU that it uses; returns the first error, if any.
+Error wait_for_gpus(const char* op) {
+  int devices = 0;
+  Error first = cudaGetDeviceCount(&devices);
+  for (int device = 0; device < devices; ++device) {
+    if (!has_context(device)) continue;
+    const DeviceGuard guard(op, device);
+    const Error error = cudaDeviceSynchronize();
+    if (error != cudaSuccess) cudaGetLastError();
+    if (first == cudaSuccess) first = error;
+  }
+  return first;
+}
+
+bool is_capture_error(Error error) {
+  return error >= cudaErrorStreamCaptureUnsupported && error <= cudaErrorStreamCaptureWrongThread;
 }
 
 }  // namespace
@@ -91,28 +116,32 @@ void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_i
   registrations().emplace(begin, std::move(made));
 }
 
-void host_unregister(char* data, int device_index) {
+void host_unregister(char* data, int64_t nbytes, int device_index) {
   constexpr const char* op = "host_unregister";
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
+  {
+    const std::lock_guard<std::mutex> lock(registrations_mutex);
+    const auto it = registrations().find(begin);
+    const uintptr_t end = begin + static_cast<uintptr_t>(nbytes);
+    if (it == registrations().end() || it->second.end != end || it->second.closing) {
+      fail(op, "tensor is not a range that host_register page-locked; it needs the tensor given to host_register");
+    }
+    it->second.closing = true;
+  }
+  // Without the lock: other threads may have to enqueue what a GPU is waiting for.
+  const DeviceGuard guard(op, device_index);
+  const Error waited = wait_for_gpus(op);
+
   const std::lock_guard<std::mutex> lock(registrations_mutex);
   const auto it = registrations().find(begin);
-  if (it == registrations().end()) {
-    fail(op,
-         "tensor does not start a range that host_register page-locked; it needs the tensor given to host_register");
+  if (is_capture_error(waited)) {
+    it->second.closing = false;
+    check(op, "waiting for the GPUs, of which a stream is being captured,", waited);
   }
-  const DeviceGuard guard(op, device_index);
-  // Work that still reads or writes the rows must end first, on every GPU that may use them: the driver does not wait.
-  int devices = 0;
-  Error waited = cudaGetDeviceCount(&devices);
-  for (int device = 0; device < devices; ++device) {
-    if (!has_context(device)) continue;
-    const DeviceGuard on_device(op, device);
-    const Error error = cudaDeviceSynchronize();
-    if (waited == cudaSuccess) waited = error;
-  }
-  unregister_chunks(it->second.chunks);
+  const Error undone = unregister_chunks(it->second.chunks);
   registrations().erase(it);
   check(op, "waiting for the GPUs", waited);
+  check(op, "unregistering tensor", undone);
 }
 
 char* HostTranslator::device_address(const char* argument, int64_t position, const char* data, int64_t extent) {

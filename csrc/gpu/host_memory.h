@@ -10,13 +10,15 @@
 namespace kvio::gpu {
 
 void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_index);
-void host_unregister(char* data, int device_index);
+// Waits for every GPU of the process first. While a stream is being captured that is impossible: then it throws, and
+// the memory stays registered. No call that uses the range may be running.
+void host_unregister(char* data, int64_t nbytes, int device_index);
 
 // Translates host addresses of one call. Keeps the last registration found, because the buffers of a pool mostly share
 // one and a driver query costs more than the whole lookup.
 class HostTranslator {
  public:
-  HostTranslator(const char* op, int device_index) : op_(op), device_index_(device_index) {}
+  explicit HostTranslator(const char* op) : op_(op) {}
 
   // Address the GPU uses for data[0]; data[0..extent) must be page-locked and inside one registration, else throws
   // with `argument[position]` and the call that fixes it.
@@ -28,7 +30,6 @@ class HostTranslator {
 
  private:
   const char* op_;
-  int device_index_;
   uintptr_t begin_ = 0;
   uintptr_t end_ = 0;
   int64_t alias_delta_ = 0;

@@ -55,18 +55,29 @@ std::unique_ptr<Block> make_block(const char* op, int device, size_t nbytes) {
   return new_block(op, device, static_cast<char*>(data), capacity);
 }
 
+// The smallest idle block that is large enough, else a new one.
 std::unique_ptr<Block> take_block(const char* op, int device, size_t nbytes) {
+  // Asking an event and allocating are refused, and spoil the graph, while any thread captures in global mode.
+  const RelaxedCapture relaxed;
   {
     const std::lock_guard<std::mutex> lock(blocks_mutex);
     auto& idle = idle_blocks();
+    auto best = idle.end();
     for (auto it = idle.begin(); it != idle.end(); ++it) {
-      Block& block = **it;
-      if (block.device != device || block.capacity < nbytes || cudaEventQuery(block.copied) != cudaSuccess) continue;
-      std::unique_ptr<Block> taken = std::move(*it);
-      idle.erase(it);
+      const Block& block = **it;
+      if (block.device != device || block.capacity < nbytes) continue;
+      if (best != idle.end() && block.capacity >= (*best)->capacity) continue;
+      if (cudaEventQuery(block.copied) != cudaSuccess) {
+        cudaGetLastError();  // cudaErrorNotReady must not be left for a later check
+        continue;
+      }
+      best = it;
+    }
+    if (best != idle.end()) {
+      std::unique_ptr<Block> taken = std::move(*best);
+      idle.erase(best);
       return taken;
     }
-    cudaGetLastError();  // cudaErrorNotReady of a busy block
   }
   return make_block(op, device, nbytes);
 }
@@ -109,9 +120,12 @@ torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, S
   char* on_device = static_cast<char*>(device.data_ptr());
   const Error copied =
       cudaMemcpyAsync(on_device, block->data, static_cast<size_t>(total), cudaMemcpyHostToDevice, stream);
-  const Error recorded = copied == cudaSuccess ? cudaEventRecord(block->copied, stream) : copied;
+  check(op, "copying indices to the GPU", copied);
+  // Without its event the block could be reused too early: it is given up.
+  const Error recorded = cudaEventRecord(block->copied, stream);
+  if (recorded != cudaSuccess) (void)block.release();
+  check(op, "recording that indices were copied", recorded);
   give_back(std::move(block));
-  check(op, "copying indices to the GPU", recorded);
   request->dst_indices = {on_device, 1, wide};
   request->src_indices = {on_device + src_at, 1, wide};
   return device;

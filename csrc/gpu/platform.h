@@ -10,6 +10,8 @@
 
 namespace kvio::gpu {
 
+constexpr int kMaxDevices = 64;  // of one machine
+
 using Stream = cudaStream_t;
 using Event = cudaEvent_t;
 using Error = cudaError_t;

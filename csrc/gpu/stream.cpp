@@ -20,11 +20,10 @@ Stream current_stream(const char* op, int device) {
 
 bool is_capturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    cudaGetLastError();
-    return false;
-  }
-  return status != cudaStreamCaptureStatusNone;
+  const Error error = cudaStreamIsCapturing(stream, &status);
+  if (error == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+  cudaGetLastError();
+  return error == cudaErrorStreamCaptureImplicit;  // the legacy stream, while a stream that it waits for is captured
 }
 
 }  // namespace kvio::gpu

@@ -1,6 +1,7 @@
 #include "gpu/transfer.h"
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <sstream>
 
@@ -18,17 +19,19 @@ namespace kvio::gpu {
 namespace {
 
 int sm_count(const char* op, int device) {
-  static int counts[64] = {};
-  int& count = counts[device & 63];
+  static std::atomic<int> counts[kMaxDevices];
+  std::atomic<int>& known = counts[device];
+  int count = known.load(std::memory_order_relaxed);
   if (count == 0) {
     check(op, "reading the number of SMs", cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    known.store(count, std::memory_order_relaxed);
   }
   return count;
 }
 
 // Puts device-usable addresses in place of host ones; throws on a host tensor that is not page-locked.
 void translate_host_buffers(const char* op, TransferRequest* request) {
-  HostTranslator translator(op, request->gpu_index);
+  HostTranslator translator(op);
   for (BufferGroup& group : request->groups) {
     if (group.dst.row_bytes() == 0) continue;
     for (size_t b = 0; b < group.dst_base.size(); ++b) {
@@ -64,13 +67,14 @@ void transfer(TransferRequest* request) {
   }
 }
 
-void memcpy_batch(MemcpyBatchRequest request) {
+void memcpy_batch(const MemcpyBatchRequest& request) {
   constexpr const char* op = "memcpy_batch";
+  if (request.copies.empty()) return;
   const DeviceGuard guard(op, request.gpu_index);
   raise_pending_fault(op, request.gpu_index);
   const Stream stream = current_stream(op, request.gpu_index);
-  HostTranslator dst_translator(op, request.gpu_index);
-  HostTranslator src_translator(op, request.gpu_index);
+  HostTranslator dst_translator(op);
+  HostTranslator src_translator(op);
   const auto accept = [&](const ByteCopy& copy) {
     if (request.dst_device == DeviceKind::kCpu) {
       dst_translator.device_address("dst", copy.dst_position, copy.dst, copy.nbytes);
@@ -113,12 +117,15 @@ std::string explain(const TransferRequest& request) {
 }
 
 int resolve_device(const char* op, int64_t device_index) {
-  const int device = current_or(device_index);
+  const int device = current_or(op, device_index);
   if (device < 0) fail(op, "there is no GPU that torch can use; it needs one");
   return device;
 }
 
-int current_or(int64_t device_index) {
+int current_or(const char* op, int64_t device_index) {
+  if (device_index < -1 || device_index >= kMaxDevices) {
+    fail(op, "device_index is ", device_index, "; it needs -1 (the current device) to ", kMaxDevices - 1);
+  }
   if (device_index >= 0) return static_cast<int>(device_index);
   int32_t device = -1;
   return aoti_torch_get_current_device_index(&device) == 0 ? device : -1;

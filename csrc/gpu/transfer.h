@@ -11,7 +11,7 @@ namespace kvio::gpu {
 // Replaces host addresses and CPU indices in `request` by what the GPU uses.
 void transfer(TransferRequest* request);
 
-void memcpy_batch(MemcpyBatchRequest request);
+void memcpy_batch(const MemcpyBatchRequest& request);
 
 // The choice transfer would make, and the grid it would launch, as text lines.
 std::string explain(const TransferRequest& request);
@@ -20,7 +20,7 @@ std::string explain(const TransferRequest& request);
 int resolve_device(const char* op, int64_t device_index);
 
 // As above, but -1 where there is none.
-int current_or(int64_t device_index);
+int current_or(const char* op, int64_t device_index);
 
 // JSON fields about the driver and the devices; never initializes a device.
 std::string driver_info();

@@ -1,7 +1,5 @@
 #include "request/pool_view.h"
 
-#include <algorithm>
-
 #include "error.h"
 
 namespace kvio {
@@ -41,37 +39,44 @@ PoolView make_pool_view(const char* op, const char* argument, int64_t position, 
   PoolView view;
   const int64_t item = tensor.element_size;
 
-  const bool empty_rows =
-      std::any_of(tensor.sizes + lead, tensor.sizes + tensor.ndim, [](int64_t n) { return n == 0; });
-  if (!empty_rows) {
-    constexpr int kMaxRowDims = 3;  // one piece dim, one contiguous dim, one more to recognise what is refused
-    Dim row[kMaxRowDims];
-    int count = collapse(tensor, lead, row, kMaxRowDims);
-    int64_t contiguous = 1;
-    if (count > 0 && row[count - 1].stride == 1) contiguous = row[--count].size;
-    if (count < 0 || count > 1) {
-      fail(op, argument, "[", position, "] has row dims of shape ", shape_text(tensor.sizes + lead, row_ndim),
-           " and strides ", shape_text(tensor.strides + lead, row_ndim),
-           "; it needs rows that are contiguous, or equal pieces at one stride (for example heads)");
-    }
-    view.piece_bytes = contiguous * item;
-    view.num_pieces = count == 1 ? row[0].size : 1;
-    view.piece_stride = count == 1 ? row[0].stride * item : view.piece_bytes;
+  // Of an empty tensor only the number of slots matters; its other sizes and strides may be anything.
+  if (is_empty(tensor)) {
+    view.slots = tensor.sizes[0];
+    if (lead == 2 && __builtin_mul_overflow(tensor.sizes[0], tensor.sizes[1], &view.slots)) view.slots = INT64_MAX;
+    return view;
   }
 
+  constexpr int kMaxRowDims = 3;  // one piece dim, one contiguous dim, one more to recognise what is refused
+  Dim row[kMaxRowDims];
+  int count = collapse(tensor, lead, row, kMaxRowDims);
+  int64_t contiguous = 1;
+  if (count > 0 && row[count - 1].stride == 1) contiguous = row[--count].size;
+  if (count < 0 || count > 1) {
+    fail(op, argument, "[", position, "] has row dims of shape ", shape_text(tensor.sizes + lead, row_ndim),
+         " and strides ", shape_text(tensor.strides + lead, row_ndim),
+         "; it needs rows that are contiguous, or equal pieces at one stride (for example heads)");
+  }
+  view.piece_bytes = contiguous * item;
+  view.num_pieces = count == 1 ? row[0].size : 1;
+  view.piece_stride = count == 1 ? row[0].stride * item : view.piece_bytes;
+
+  // The stride of a dim of one element is never used and may be anything: the packed one takes its place.
+  const auto stride = [&](int64_t dim, int64_t packed) {
+    return tensor.sizes[dim] > 1 ? tensor.strides[dim] * item : packed;
+  };
   if (lead == 1) {
     view.slots = tensor.sizes[0];
-    view.token_stride = tensor.strides[0] * item;
+    view.token_stride = stride(0, view.row_bytes());
     view.page_stride = view.token_stride;
     return view;
   }
   view.slots = tensor.sizes[0] * tensor.sizes[1];
-  view.page_slots = tensor.sizes[1] > 0 ? tensor.sizes[1] : 1;
-  view.page_stride = tensor.strides[0] * item;
-  view.token_stride = tensor.strides[1] * item;
+  view.page_slots = tensor.sizes[1];
+  view.token_stride = stride(1, view.row_bytes());
+  view.page_stride = stride(0, view.page_slots * view.token_stride);
   if (view.page_slots == 1) {
     view.token_stride = view.page_stride;
-  } else if (view.page_stride == view.page_slots * view.token_stride || tensor.sizes[0] <= 1) {
+  } else if (view.page_stride == view.page_slots * view.token_stride) {
     view.page_slots = 1;
     view.page_stride = view.token_stride;
   }

@@ -15,7 +15,16 @@ bool same_layout(const TensorView& a, const TensorView& b) {
          std::memcmp(a.strides, b.strides, bytes) == 0;
 }
 
-// Every tensor of a list lies on the first one's device.
+// A view can outlive its memory: resizing a storage leaves the views as they are.
+void check_has_storage(const char* op, const std::string& argument, const TensorView& t) {
+  const int64_t extent = extent_bytes(t);
+  if (extent > t.storage_bytes) {
+    fail(op, argument, " spans ", extent, " bytes but its storage has ", t.storage_bytes,
+         " from there on; it needs a storage that was not resized");
+  }
+}
+
+// Every tensor of a list lies on the first one's device, in memory that it owns.
 void check_one_device(const char* op, const char* argument, const std::vector<TensorView>& list) {
   const TensorView& first = list[0];
   for (size_t i = 0; i < list.size(); ++i) {
@@ -27,6 +36,8 @@ void check_one_device(const char* op, const char* argument, const std::vector<Te
       fail(op, argument, "[", i, "] is on ", device_name(t.device, t.device_index), " but ", argument, "[0] is on ",
            device_name(first.device, first.device_index), "; it needs every tensor of ", argument, " on one device");
     }
+    if (extent_bytes(t) > t.storage_bytes)
+      check_has_storage(op, std::string(argument) + "[" + std::to_string(i) + "]", t);
   }
 }
 
@@ -38,6 +49,7 @@ void check_index_tensor(const char* op, const char* argument, const TensorView& 
     fail(op, argument, " has shape ", shape_text(t.sizes, t.ndim), "; it needs one dimension");
   }
   if (t.device == DeviceKind::kOther) fail(op, argument, " is on another kind of device; it needs the CPU or a GPU");
+  check_has_storage(op, argument, t);
 }
 
 void check_pair(const char* op, size_t i, const TensorView& dst, const TensorView& src, int64_t row_ndim,
@@ -62,6 +74,19 @@ void check_not_expanded(const char* op, size_t i, const TensorView& dst) {
     if (dst.strides[d] == 0 && dst.sizes[d] > 1) {
       fail(op, "dst[", i, "] has stride 0 in dimension ", d, " of size ", dst.sizes[d],
            "; it needs memory of its own for every element (no expanded tensor)");
+    }
+  }
+}
+
+// CPU kernels read an index after rows before it have been written, long after it was checked.
+void check_indices_apart(const char* op, const std::vector<TensorView>& dst, const char* argument,
+                         const TensorView& indices) {
+  const char* begin = indices.data;
+  const char* end = begin + extent_bytes(indices);
+  for (size_t i = 0; i < dst.size(); ++i) {
+    const int64_t extent = extent_bytes(dst[i]);
+    if (extent > 0 && begin < end && begin < dst[i].data + extent && dst[i].data < end) {
+      fail(op, argument, " shares memory with dst[", i, "]; it needs memory of its own");
     }
   }
 }
@@ -106,7 +131,7 @@ void check_countable(const char* op, const TransferRequest& request) {
 }
 
 void check_options(const char* op, const TransferOptions& o) {
-  if (o.row_ndim < 0) fail(op, "row_ndim is ", o.row_ndim, "; it needs 0 or more");
+  if (o.row_ndim < 0 || o.row_ndim > 62) fail(op, "row_ndim is ", o.row_ndim, "; it needs 0 to 62");
   if (o.page_size < 1) fail(op, "page_size is ", o.page_size, "; it needs 1 or more");
   if (o.index_unit != "token" && o.index_unit != "page") {
     fail(op, "index_unit is '", o.index_unit, "'; it needs 'token' or 'page'");
@@ -211,6 +236,10 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
     request.groups[g].position.push_back(static_cast<int64_t>(i));
   }
   if (request.num_indices > 0) check_not_empty(op, request);
+  if (request.index_device == DeviceKind::kCpu && request.dst_device == DeviceKind::kCpu) {
+    check_indices_apart(op, dst, "dst_indices", dst_indices);
+    check_indices_apart(op, dst, "src_indices", src_indices);
+  }
   check_countable(op, request);
   return request;
 }
@@ -259,22 +288,50 @@ void check_side(const char* op, const char* argument, const char* pool, const Tr
        request.slots_per_index > 1 ? std::to_string(request.page_size) : std::string(), ")");
 }
 
-}  // namespace
-
-void check_cpu_indices(const char* op, const TransferRequest& request, bool find_duplicates) {
-  if (request.groups.empty()) return;
-  check_side(op, "dst_indices", "dst", request, request.dst_indices, limit_of(request, &BufferGroup::dst));
-  check_side(op, "src_indices", "src", request, request.src_indices, limit_of(request, &BufferGroup::src));
-  if (!find_duplicates) return;
-  std::unordered_map<int64_t, int64_t> seen;
-  seen.reserve(static_cast<size_t>(request.num_indices));
+// Destinations written twice and rows both read and written, whose bytes the order of copying decides.
+void find_conflicts(const char* op, const TransferRequest& request) {
+  std::unordered_map<const void*, int64_t> buffers;
+  for (const BufferGroup& group : request.groups) {
+    for (size_t b = 0; b < group.dst_base.size() && request.num_indices > 0; ++b) {
+      const auto [it, fresh] = buffers.emplace(group.dst_base[b], group.position[b]);
+      if (!fresh) {
+        fail(op, "dst[", group.position[b], "] is the memory of dst[", it->second,
+             "]; it needs every destination once (KVIO_DEBUG_CHECKS is set)");
+      }
+    }
+  }
+  std::unordered_map<int64_t, int64_t> written;
+  written.reserve(static_cast<size_t>(request.num_indices));
   for (int64_t i = 0; i < request.num_indices; ++i) {
-    const auto [it, fresh] = seen.emplace(request.dst_indices.at(i), i);
+    const auto [it, fresh] = written.emplace(request.dst_indices.at(i), i);
     if (!fresh) {
       fail(op, "dst_indices[", i, "] is ", request.dst_indices.at(i), ", as dst_indices[", it->second,
            "] is; it needs every destination once (KVIO_DEBUG_CHECKS is set)");
     }
   }
+  for (const BufferGroup& group : request.groups) {
+    for (const char* src : group.src_base) {
+      const auto buffer = buffers.find(src);
+      if (buffer == buffers.end()) continue;
+      for (int64_t i = 0; i < request.num_indices; ++i) {
+        const auto it = written.find(request.src_indices.at(i));
+        if (it == written.end()) continue;
+        fail(op, "src_indices[", i, "] is ", request.src_indices.at(i), ", a row of dst[", buffer->second,
+             "] that dst_indices[", it->second,
+             "] writes; it needs rows that this call does not write "
+             "(KVIO_DEBUG_CHECKS is set)");
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void check_cpu_indices(const char* op, const TransferRequest& request, bool with_conflicts) {
+  if (request.groups.empty()) return;
+  check_side(op, "dst_indices", "dst", request, request.dst_indices, limit_of(request, &BufferGroup::dst));
+  check_side(op, "src_indices", "src", request, request.src_indices, limit_of(request, &BufferGroup::src));
+  if (with_conflicts) find_conflicts(op, request);
 }
 
 void check_contiguous(const char* op, const std::string& argument, const TensorView& t) {

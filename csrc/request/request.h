@@ -69,9 +69,9 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
                                       const TensorView& src_indices, const TransferOptions& options,
                                       DtypeName dtype_name);
 
-// CPU indices only: every entry inside both pools, else throws before a byte moves. With `find_duplicates` also
-// throws on a destination that is named twice.
-void check_cpu_indices(const char* op, const TransferRequest& request, bool find_duplicates);
+// CPU indices only: every entry inside both pools, else throws before a byte moves. With `with_conflicts` also
+// throws on a destination that is named twice, or a row that is both read and written.
+void check_cpu_indices(const char* op, const TransferRequest& request, bool with_conflicts);
 
 // One copy of kvio::memcpy_batch, checked.
 struct ByteCopy {

@@ -20,6 +20,8 @@ inline TensorView view_of(AtenTensorHandle handle) {
   int64_t* strides = nullptr;
   int32_t device_type = 0;
   void* data = nullptr;
+  int64_t storage_bytes = 0;
+  int64_t storage_offset = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &view.ndim));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides));
@@ -27,10 +29,13 @@ inline TensorView view_of(AtenTensorHandle handle) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device_type));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &view.device_index));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(handle, &storage_bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(handle, &storage_offset));
   view.sizes = sizes;
   view.strides = strides;
   view.data = static_cast<char*>(data);
   view.element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
+  view.storage_bytes = storage_bytes - storage_offset * view.element_size;
   view.is_int32 = view.dtype == kInt32;
   view.is_int64 = view.dtype == kInt64;
   view.device =

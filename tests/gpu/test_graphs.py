@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -236,6 +237,54 @@ def test_many_calls_with_cpu_indices_can_be_in_flight():
     stream.synchronize()
     assert_same_bytes(dst, want, "destination")
     assert not waited, "a call waited for its stream"
+
+
+def test_staging_that_is_still_read_does_not_disturb_a_call_on_another_stream():
+    """Finding it busy must leave no error behind for the launch to report."""
+    first, second = pools("h2d", seed=0), pools("h2d", seed=10)
+    want = second[0].cpu()
+    slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(LONG)
+        sgl_kvio.transfer(*first, indices("cpu", seed=1), indices("cpu", seed=2))
+    with torch.cuda.stream(fast):
+        for seed in range(40):
+            at, frm = random_slots(50, seed), random_slots(50, seed + 500)
+            want = moved(want, second[1], at, frm)
+            sgl_kvio.transfer(*second, at, frm)
+    torch.cuda.synchronize()
+    assert_same_bytes(second[0].cpu(), want, "destination")
+
+
+def test_cpu_indices_in_one_thread_leave_the_capture_of_another_alone():
+    """Captures are global by default: no thread may then ask for memory or events."""
+    graph_rows, call_rows = pools("h2d", seed=0), pools("h2d", seed=10)
+    at, frm = indices("cuda", seed=1), indices("cuda", seed=2)
+    cpu_at, cpu_frm = indices("cpu", seed=3), indices("cpu", seed=4)
+    want_call = moved(*call_rows, cpu_at, cpu_frm)
+    want_graph = moved(*graph_rows, at.cpu(), frm.cpu())
+    torch.cuda.synchronize()
+
+    def call_on_a_stream_of_its_own():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(40):  # more than there is staging made at once
+                sgl_kvio.transfer(*call_rows, cpu_at, cpu_frm)
+        return stream
+
+    graph = torch.cuda.CUDAGraph()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(torch.cuda.current_stream).result()
+        with torch.cuda.graph(graph):
+            sgl_kvio.transfer(*graph_rows, at, frm)
+            stream = other.submit(call_on_a_stream_of_its_own).result()
+            sgl_kvio.transfer(*graph_rows, at, frm)
+    stream.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bytes(call_rows[0].cpu(), want_call, "destination of the call")
+    assert_same_bytes(graph_rows[0].cpu(), want_graph, "destination of the graph")
 
 
 def test_device_memory_of_uploaded_indices_is_not_reused_too_early():

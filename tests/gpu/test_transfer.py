@@ -1,6 +1,8 @@
 """kvio::transfer and kvio::memcpy_batch between page-locked host memory and a GPU."""
 
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -335,6 +337,73 @@ def test_unregistering_waits_for_work_that_is_still_queued(block):
     sgl_kvio.transfer(card, rows, at, at, row_ndim=1)
     sgl_kvio.host_unregister(block)
     assert_same_bytes(card, rows, "destination")
+
+
+UNREGISTER_IN_A_CAPTURE = """
+import torch
+import sgl_kvio
+
+block = torch.zeros(1 << 21, dtype=torch.uint8)
+start = -block.data_ptr() % 4096
+block = block[start : start + (1 << 20)]
+sgl_kvio.host_register(block)
+rows, card = block.view(-1, 1024), torch.zeros(1024, 1024, dtype=torch.uint8, device="cuda")
+at = torch.arange(1024, device="cuda")
+stream = torch.cuda.Stream()
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph, stream=stream):
+        card.add_(1)
+        try:
+            sgl_kvio.host_unregister(block)
+        except RuntimeError as error:
+            print(error)
+except RuntimeError:
+    pass  # the capture is lost, by CUDA's rule
+rows.fill_(7)
+sgl_kvio.transfer(card, rows, at, at, row_ndim=1)
+torch.cuda.synchronize()
+print("restored", bool((card == 7).all()))
+sgl_kvio.host_unregister(block)
+"""
+
+
+def test_unregistering_during_a_capture_is_refused_and_leaves_the_memory_registered():
+    done = subprocess.run(
+        [sys.executable, "-c", UNREGISTER_IN_A_CAPTURE], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = done.stdout.splitlines()
+    assert first.startswith("kvio::host_unregister: waiting for the GPUs")
+    assert last == "restored True"
+
+
+def test_only_the_whole_registered_range_can_be_unregistered(block):
+    sgl_kvio.host_register(block)
+    for wrong in (block[:4096], block[4096:]):
+        with pytest.raises(RuntimeError, match="kvio::host_unregister: tensor is not a range"):
+            sgl_kvio.host_unregister(wrong)
+    with pytest.raises(RuntimeError, match="kvio::host_unregister: tensor is on cuda:0"):
+        sgl_kvio.host_unregister(torch.zeros(4096, dtype=torch.uint8, device="cuda"))
+    restore_is_exact(block)
+    sgl_kvio.host_unregister(block)
+
+
+@pytest.mark.parametrize("device_index", [-2, 64, 1 << 32])
+def test_a_device_index_that_cannot_be_is_refused(block, device_index):
+    for call in (sgl_kvio.host_register, sgl_kvio.host_unregister, sgl_kvio.device_pointer):
+        with pytest.raises(RuntimeError, match=f"device_index is {device_index}"):
+            call(block, device_index=device_index)
+    with pytest.raises(RuntimeError, match=f"device_index is {device_index}"):
+        sgl_kvio.take_fault(device_index)
+
+
+def test_no_byte_copies_are_no_error_on_a_gpu():
+    card, host = torch.zeros(8, device="cuda"), torch.zeros(8)
+    sgl_kvio.memcpy_batch([], [card], [], [], [])
+    sgl_kvio.memcpy_batch([card], [host], [], [], [])
+    sgl_kvio.memcpy_batch([card], [host], [0], [0], [0])
 
 
 def test_the_device_pointer_of_a_view_keeps_its_offset(block):

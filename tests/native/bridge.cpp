@@ -69,6 +69,7 @@ class Tensor {
     facts_.element_size = kDtypes[facts_.dtype].element_size;
     facts_.is_int32 = dtype == "int32";
     facts_.is_int64 = dtype == "int64";
+    facts_.storage_bytes = INT64_MAX;
     facts_.device = device_kind(device);
     facts_.device_index = facts_.device == DeviceKind::kCpu ? -1 : device_index;
   }

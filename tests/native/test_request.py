@@ -21,10 +21,10 @@ def indices(kvio, values=(0, 1), *, device="cpu", device_index=0, **options):
 
 def call(kvio, **changes):
     """A request between pools of 10 slots of 2 x 4 elements, with `changes` to its arguments."""
-    pool = tensor(kvio, 10, 2, 4)
+    pools = [tensor(kvio, 10, 2, 4, at=i << 20) for i in (1, 2, 3, 4)]
     arguments = {
-        "dst": [pool, pool],
-        "src": [pool, pool],
+        "dst": pools[:2],
+        "src": pools[2:],
         "dst_indices": indices(kvio),
         "src_indices": indices(kvio),
     }
@@ -98,7 +98,7 @@ def test_requests_of_no_bytes_are_good_and_empty(kvio, changes):
 
 
 REFUSALS = {
-    "row_ndim below 0": ({"row_ndim": -1}, "row_ndim is -1", "0 or more"),
+    "row_ndim below 0": ({"row_ndim": -1}, "row_ndim is -1", "0 to 62"),
     "page_size below 1": ({"page_size": 0}, "page_size is 0", "1 or more"),
     "unknown index unit": ({"index_unit": "row"}, "index_unit is 'row'", "'token' or 'page'"),
     "num_blocks below 0": ({"num_blocks": -1}, "num_blocks is -1", "0 (chosen for you) to 65535"),
@@ -329,6 +329,41 @@ def test_a_destination_named_twice_is_found_only_when_looked_for(kvio):
     text = r"dst_indices\[3\] is 2, as dst_indices\[1\] is; it needs every destination once"
     with pytest.raises(RuntimeError, match=text):
         kvio.check_cpu_indices(request, find_duplicates=True)
+
+
+def test_the_same_buffer_named_twice_is_found_when_looked_for(kvio):
+    pool = tensor(kvio, 10, 2, 4)
+    request = call(kvio, dst=[pool, pool])
+    kvio.check_cpu_indices(request)
+    with pytest.raises(RuntimeError, match=r"dst\[1\] is the memory of dst\[0\]"):
+        kvio.check_cpu_indices(request, find_duplicates=True)
+
+
+def test_a_row_that_is_read_and_written_is_found_when_looked_for(kvio):
+    pool = tensor(kvio, 10, 2, 4)
+    request = call(
+        kvio,
+        dst=[pool],
+        src=[pool],
+        dst_indices=indices(kvio, [4, 2]),
+        src_indices=indices(kvio, [1, 4]),
+    )
+    kvio.check_cpu_indices(request)
+    text = r"src_indices\[1\] is 4, a row of dst\[0\] that dst_indices\[0\] writes"
+    with pytest.raises(RuntimeError, match=text):
+        kvio.check_cpu_indices(request, find_duplicates=True)
+
+
+def test_indices_in_the_memory_that_the_call_writes_are_refused(kvio):
+    """A CPU kernel reads an index long after it was checked."""
+    rows = np.arange(8, dtype=np.int64)
+    pool = kvio.Tensor.of_buffer(rows.reshape(8, 1, 1))
+    entries = kvio.Tensor.of_buffer(rows)
+    for name in ("dst_indices", "src_indices"):
+        other = {"dst_indices", "src_indices"} - {name}
+        changes = {name: entries, other.pop(): indices(kvio, list(range(8)))}
+        with pytest.raises(RuntimeError, match=rf"{name} shares memory with dst\[0\]"):
+            call(kvio, dst=[pool], src=[pool], **changes)
 
 
 def test_sources_named_twice_are_no_fault(kvio):
