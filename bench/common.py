@@ -246,7 +246,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "host_memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 1),
         "os": platform.system(),
-        "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
