@@ -1,17 +1,22 @@
 """The command line: `python -m sgl_kvio demo` and `python -m sgl_kvio doctor`.
 
-Exit status: 0 well, 1 a difference or a failure was found, 2 bad arguments or a missing extra.
+Exit status: 0 well, 1 a difference or a failure was found, 2 bad arguments or a missing extra, 141
+when the reader of the output went away (as a shell counts SIGPIPE).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 
 from sgl_kvio import demo, doctor
 from sgl_kvio._version import __version__
+
+BROKEN_PIPE_STATUS = 141
 
 DEMO_HELP = """\
 A Llama-architecture decoder with random weights reads a text. Its KV cache is written back to a
@@ -122,6 +127,27 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status (argparse itself exits with 2 on bad arguments)."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+        return BROKEN_PIPE_STATUS
+
+
+def _discard_output() -> None:
+    """Turns the streams away from a pipe that nobody reads: Python flushes them again at exit."""
+    with open(os.devnull, "w") as nothing:
+        for stream in (sys.stdout, sys.stderr):
+            # A stream may be none, or a stand-in without a file.
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                os.dup2(nothing.fileno(), stream.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:

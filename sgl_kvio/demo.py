@@ -45,6 +45,7 @@ TIMED_REPEATS = 5
 CEILING_BYTES = 256 << 20
 # The cache's interface moved within transformers 5; 5.17 and 5.24 were tried, 5.0 does not work.
 OLDEST_TRANSFORMERS = (5, 17)
+LARGEST_SEED = 2**64 - 1  # torch's
 
 
 class DemoError(Exception):
@@ -223,6 +224,8 @@ def make_plan(options: DemoOptions) -> Plan:
         value = chunk if name == "--chunk" else getattr(options, name[2:].replace("-", "_"))
         if value < smallest:
             raise DemoError(f"{name} got {value}, needs at least {smallest}")
+    if options.seed > LARGEST_SEED:
+        raise DemoError(f"--seed got {options.seed}, needs at most {LARGEST_SEED}")
     if tokens < options.page_size:
         raise DemoError(
             f"--tokens got {tokens}, needs at least one page ({options.page_size} tokens)"
@@ -240,6 +243,7 @@ def make_plan(options: DemoOptions) -> Plan:
         text_source=source,
     )
     _check_memory(plan)
+    _check_transfer_options(plan)
     return plan
 
 
@@ -254,6 +258,25 @@ def _check_memory(plan: Plan) -> None:
             f"--tokens {plan.prefix_tokens}: both pools need {pools / 1e9:.1f} GB, this machine "
             f"allows {allowed / 1e9:.1f} GB"
         )
+
+
+def _check_transfer_options(plan: Plan) -> None:
+    """Asks `explain` about one row, long before there are pools and a model."""
+    row = (1, plan.shape.kv_heads, plan.shape.head_dim)
+    host = torch.empty(row, dtype=DTYPE, pin_memory=plan.device.type == "cuda")
+    device = torch.empty(row, dtype=DTYPE, device=plan.device)
+    index = torch.zeros(1, dtype=torch.int64)
+    backend, num_blocks = plan.options.backend, plan.options.num_blocks
+    # One option after the other, so that each error is that of the option named.
+    try:
+        explain(device, host, index, index, backend=backend)
+    except RuntimeError as error:
+        raise DemoError(f"--backend {backend}: {error}") from error
+    try:
+        # The op takes an int64, and words what is wrong with any of them.
+        explain(device, host, index, index, backend=backend, num_blocks=min(num_blocks, 2**63 - 1))
+    except RuntimeError as error:
+        raise DemoError(f"--num-blocks {num_blocks}: {error}") from error
 
 
 def text_tokens(plan: Plan) -> torch.Tensor:
@@ -792,9 +815,21 @@ def print_choice(host: HostKVPool, plan: Plan, text: str) -> None:
     print(f"a layer     {'; '.join(text.strip().splitlines())}")
 
 
+def share_of_ceiling(rate: float, limit: float, device: torch.device) -> str:
+    """`rate` as a share of `limit`, both in bytes per second, in words.
+
+    The CPU's ceiling is that of a payload larger than its caches, so a small one may exceed it.
+    """
+    percent = round(100 * rate / limit)
+    link = "link" if device.type == "cuda" else "memcpy"
+    words = f"{percent}% of the {limit / 1e9:.2f} GB/s {link} ceiling"
+    if device.type == "cpu" and percent > 100:
+        words += ", as small payloads fit into caches"
+    return words
+
+
 def print_figures(demo: Demo, ceiling: Ceiling, runs: tuple[int, int]) -> None:
     plan, figures = demo.plan, demo.figures
-    link = "link" if plan.device.type == "cuda" else "memcpy"
     print(
         f"moved       {plan.num_pages:,} pages, {plan.prefix_tokens:,} tokens, {plan.shape.layers} "
         f"layers, K and V: {plan.moved_bytes:,} bytes each way; runs of consecutive pages: "
@@ -807,8 +842,7 @@ def print_figures(demo: Demo, ceiling: Ceiling, runs: tuple[int, int]) -> None:
         rate = plan.moved_bytes / seconds
         print(
             f"{name:11} {seconds * 1e3:.2f} ms, {rate / 1e9:.2f} GB/s, "
-            f"{100 * rate / limit:.0f}% of the {limit / 1e9:.2f} GB/s {link} ceiling "
-            f"(median of {TIMED_REPEATS})"
+            f"{share_of_ceiling(rate, limit, plan.device)} (median of {TIMED_REPEATS})"
         )
     print(
         f"recompute   {figures.prefill * 1e3:.1f} ms to compute the same prefix, "

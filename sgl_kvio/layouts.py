@@ -7,8 +7,10 @@ The layouts and their names are the ones that SGLang's HiCache host pools use.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -172,6 +174,31 @@ def find_layout(kind: str, layout: str) -> Layout:
     raise ValueError(f"HostKVPool: layout got {layout!r}; kind {kind!r} needs one of {known}")
 
 
+def as_int(value: Any) -> int | None:
+    """``value`` as an int where it can index a list (numpy's ints, tensors of one); else None.
+
+    The package's one rule for sizes, pages and layers. A bool is an int to Python, and never one of
+    these to a person: None.
+    """
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+        return None
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor that holds no value
+        return None
+
+
+def checked_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """``value`` as an int of ``low..high``, or ValueError naming the argument."""
+    number = as_int(value)
+    if number is None or number < low or (high is not None and number > high):
+        needed = f"an int of at least {low}" if high is None else f"{low}..{high}"
+        raise ValueError(f"{name} got {value!r}; needs {needed}")
+    return number
+
+
 def make_geometry(
     entry: Layout,
     *,
@@ -205,13 +232,10 @@ def make_geometry(
             f"HostKVPool: v_head_dim got {v_head_dim!r}; kind {entry.kind!r} needs None "
             "(only 'asymmetric' has a V row of its own size)"
         )
-    for name, value in sizes.items():
-        # bool is an int to Python, and never a size to a person.
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"HostKVPool: {name} got {value!r}; needs an int of at least 1")
-    if entry.kind == "mla" and num_heads != 1:
-        raise ValueError(f"HostKVPool: num_heads got {num_heads}; kind 'mla' needs 1")
-    head_dims = (
-        (head_dim, v_head_dim) if v_head_dim is not None else (head_dim,) * entry.num_buffers
-    )
-    return Geometry(num_pages, page_size, num_layers, num_heads, head_dims)
+    sizes = {name: checked_int(f"HostKVPool: {name}", size, 1) for name, size in sizes.items()}
+    if entry.kind == "mla" and sizes["num_heads"] != 1:
+        raise ValueError(f"HostKVPool: num_heads got {num_heads!r}; kind 'mla' needs 1")
+    k_dim = sizes.pop("head_dim")
+    v_dim = sizes.pop("v_head_dim", None)
+    head_dims = (k_dim,) * entry.num_buffers if v_dim is None else (k_dim, v_dim)
+    return Geometry(**sizes, head_dims=head_dims)

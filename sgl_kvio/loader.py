@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
 from sgl_kvio import ops
+from sgl_kvio.layouts import as_int
 
 Buffers = Sequence[torch.Tensor]
 
@@ -33,9 +35,10 @@ class LayerwiseLoad(ABC):
         On a GPU the caller's current stream waits and the host does not. On the CPU the caller
         blocks until the layer is in place.
 
-        Raises IndexError for a layer that the load does not have, and on the CPU whatever the
-        copying raised.
+        Raises TypeError for a layer that is no int, IndexError for one that the load does not have,
+        and on the CPU whatever the copying raised.
         """
+        layer = _layer_number("LayerwiseLoad", layer)
         if not 0 <= layer < self._num_layers:
             raise IndexError(
                 f"LayerwiseLoad.wait_layer: layer got {layer}; needs 0..{self._num_layers - 1}"
@@ -98,6 +101,8 @@ class _ThreadLoad(LayerwiseLoad):
     def __init__(self, num_layers: int, kept: object) -> None:
         super().__init__(num_layers, kept)
         self._futures: list[Future[None]] = [Future() for _ in range(num_layers)]
+        self._num_answered = 0
+        _with_threads.add(self)
 
     def run(self, copy_layer: Callable[[int], None]) -> None:
         """Copies every layer; the first error is that of its layer and of all later ones."""
@@ -109,9 +114,24 @@ class _ThreadLoad(LayerwiseLoad):
                 except BaseException as error:
                     for rest in self._futures[layer:]:
                         rest.set_exception(error)
+                    self._num_answered = self._num_layers
                     break
                 future.set_result(None)
+                self._num_answered = layer + 1
         self._kept = None
+
+    def _after_fork(self) -> None:
+        """In the child: layers that were not in place at the fork never will be, so they fail."""
+        # Counted, because a future tells by a lock, which the worker may have held.
+        for layer in range(self._num_answered, self._num_layers):
+            lost: Future[None] = Future()
+            lost.set_exception(
+                RuntimeError(
+                    f"LayerwiseLoad: layer {layer} was in flight when this process was forked; "
+                    "only the parent gets it, load again here"
+                )
+            )
+            self._futures[layer] = lost
 
     def _wait(self, layer: int) -> None:
         self._futures[layer].result()
@@ -144,9 +164,11 @@ class LayerwiseLoader:
 
     Without a GPU (all tensors on the CPU) one worker thread copies, in the order of ``load``, and
     ``wait_layer`` blocks. Errors of the copying come out of ``wait_layer``, ``wait`` and
-    ``synchronize`` of that load.
+    ``synchronize`` of that load. A forked child goes on with a worker of its own; layers in flight
+    at the fork reach the parent only and raise RuntimeError in the child.
 
-    Raises ValueError when the lists do not fit together or mix devices.
+    Raises ValueError when the lists do not fit together or mix devices, or an option that is a
+    number is none. Copying or pickling a loader raises TypeError.
 
     Example::
 
@@ -172,11 +194,12 @@ class LayerwiseLoader:
         self._device = _checked_device(self._host, self._dst)
         self._num_layers = len(self._dst)
         self._options: dict[str, Any] = {
-            "row_ndim": row_ndim,
-            "page_size": page_size,
+            "row_ndim": _option("row_ndim", row_ndim),
+            "page_size": _option("page_size", page_size),
             "backend": backend,
-            "num_blocks": num_blocks,
+            "num_blocks": _option("num_blocks", num_blocks),
         }
+        self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._newest: LayerwiseLoad | None = None
@@ -192,7 +215,9 @@ class LayerwiseLoader:
                         buffer.record_stream(self._side)
             # A loader dropped with a load in flight must not let go of what the side stream still
             # reads. At exit nothing is given to anyone else, so there is nothing to wait for.
-            weakref.finalize(self, _synchronize_all, self._in_flight).atexit = False
+            release = weakref.finalize(self, _synchronize_all, self._in_flight, self._owner_pid)
+            release.atexit = False
+        _with_threads.add(self)
 
     @property
     def num_layers(self) -> int:
@@ -219,10 +244,12 @@ class LayerwiseLoader:
         first call that sees it: this load at a later layer, another transfer, or
         ``sgl_kvio.check()``.
 
-        Raises ValueError after ``close()``, RuntimeError inside a CUDA graph capture, and what
-        ``sgl_kvio.transfer`` raises (on the CPU from ``wait_layer``). After an error nothing is in
-        flight.
+        Raises ValueError after ``close()`` and for indices that are no tensor of the CPU or a GPU,
+        RuntimeError inside a CUDA graph capture, and what ``sgl_kvio.transfer`` raises (on the CPU
+        from ``wait_layer``). After an error nothing is in flight.
         """
+        _check_indices("host_indices", host_indices)
+        _check_indices("device_indices", device_indices)
         host, dst, options = self._host, self._dst, dict(self._options, index_unit=index_unit)
 
         def copy_layer(layer: int) -> None:
@@ -246,6 +273,7 @@ class LayerwiseLoader:
         So model code may call it in every forward pass, whether or not that pass restores
         anything.
         """
+        layer = _layer_number("LayerwiseLoader", layer)
         self._check_open()
         newest = self._newest
         if newest is not None:
@@ -261,9 +289,21 @@ class LayerwiseLoader:
             if self._worker is not None:
                 self._worker.shutdown(wait=True)
                 self._worker = None
-            _synchronize_all(self._in_flight)
+            _synchronize_all(self._in_flight, self._owner_pid)
             self._newest = None
             self._host, self._dst = [], []
+
+    def _after_fork(self) -> None:
+        """In the child, which has neither the worker nor the thread that may have held the lock."""
+        self._lock = threading.Lock()
+        self._worker = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        # copy, deepcopy and pickle all come through here.
+        raise TypeError(
+            f"{type(self).__name__}: cannot be copied or pickled: a copy would order its loads "
+            "apart from these; make another loader over the same layers"
+        )
 
     def __enter__(self) -> LayerwiseLoader:
         self._check_open()
@@ -324,14 +364,68 @@ class LayerwiseLoader:
         return load
 
 
-def _synchronize_all(loads: list[LayerwiseLoad]) -> None:
+# What a forked child must know to be without the parent's threads.
+_with_threads: weakref.WeakSet[LayerwiseLoader | _ThreadLoad] = weakref.WeakSet()
+
+
+def _leave_threads() -> None:
+    for each in list(_with_threads):
+        each._after_fork()
+
+
+os.register_at_fork(after_in_child=_leave_threads)
+
+
+def _synchronize_all(loads: list[LayerwiseLoad], owner_pid: int) -> None:
+    # A forked child inherits the loads, not the CUDA context that their events are of.
+    if os.getpid() != owner_pid:
+        return
     while loads:
         loads.pop().synchronize()
 
 
+def _layer_number(where: str, layer: int) -> int:
+    number = as_int(layer)
+    if number is None:
+        raise TypeError(f"{where}.wait_layer: layer got {layer!r}; needs an int")
+    return number
+
+
+def _option(name: str, value: int) -> int:
+    """An option that is a number. Its range is the op's to know."""
+    number = as_int(value)
+    if number is None:
+        raise ValueError(f"LayerwiseLoader: {name} got {value!r}; needs an int")
+    return number
+
+
+def _check_indices(name: str, indices: torch.Tensor) -> None:
+    if not isinstance(indices, torch.Tensor):
+        raise ValueError(
+            f"LayerwiseLoader.load: {name} got {type(indices).__name__}; needs a Tensor"
+        )
+    if indices.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"LayerwiseLoader.load: {name} got a tensor on {indices.device}; "
+            "needs one on the CPU or a GPU"
+        )
+
+
+def _as_list(name: str, values: Iterable[Any]) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError as error:
+        raise ValueError(
+            f"LayerwiseLoader: {name} got {type(values).__name__}; needs a sequence"
+        ) from error
+
+
 def _as_layers(name: str, layers: Sequence[Buffers]) -> list[list[torch.Tensor]]:
     """Layers as lists of tensors; a bare tensor is a layer of one buffer."""
-    result = [[layer] if isinstance(layer, torch.Tensor) else list(layer) for layer in layers]
+    result = [
+        [layer] if isinstance(layer, torch.Tensor) else _as_list(f"{name}[{i}]", layer)
+        for i, layer in enumerate(_as_list(name, layers))
+    ]
     for i, buffers in enumerate(result):
         for j, buffer in enumerate(buffers):
             if not isinstance(buffer, torch.Tensor):

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from sgl_kvio import ops
+from sgl_kvio.layouts import checked_int
 
 GIB = 1 << 30
 HUGE_PAGE_BYTES = 2 << 20
@@ -93,14 +94,10 @@ def memory_limits(
 
     Example: ``memory_limits().allowed_bytes``
     """
-    for name, value in (
-        ("memory_limit_bytes", memory_limit_bytes),
-        ("reserve_bytes", reserve_bytes),
-    ):
-        if value is not None and (not isinstance(value, int) or value < 0):
-            raise ValueError(
-                f"HostKVPool: {name} got {value!r}; needs an int of at least 0, or None"
-            )
+    if memory_limit_bytes is not None:
+        memory_limit_bytes = checked_int("HostKVPool: memory_limit_bytes", memory_limit_bytes, 0)
+    if reserve_bytes is not None:
+        reserve_bytes = checked_int("HostKVPool: reserve_bytes", reserve_bytes, 0)
     meminfo = _read_meminfo(Path(root))
     cgroups = list(_cgroup_levels(Path(root)))
     available, total = meminfo.get("MemAvailable"), meminfo.get("MemTotal")
@@ -219,13 +216,16 @@ def chunk_limit_from_env() -> int:
     return limit
 
 
-def registration_chunk(nbytes: int, granularity_bytes: int, limit_bytes: int) -> int:
+def registration_chunk(
+    nbytes: int, granularity_bytes: int, limit_bytes: int, limit_name: str = "chunk_bytes"
+) -> int:
     """Bytes of each piece that ``nbytes`` are registered in; 0 when one piece does.
 
     A piece is a multiple of ``granularity_bytes`` (a driver copy across two registrations is an
     invalid argument) and of the system page (two registrations may not share one).
 
-    Raises ValueError when no such piece is within ``limit_bytes``.
+    Raises ValueError when no such piece is within ``limit_bytes``; the text calls the limit
+    ``limit_name``, which is where it came from.
 
     Example: ``registration_chunk(10 << 20, 3 << 20, 4 << 20) == 3 << 20``
     """
@@ -234,7 +234,7 @@ def registration_chunk(nbytes: int, granularity_bytes: int, limit_bytes: int) ->
     step = math.lcm(granularity_bytes, mmap.PAGESIZE)
     if step > limit_bytes:
         raise ValueError(
-            f"HostKVPool: chunk_bytes got {limit_bytes}; needs at least {step}, "
+            f"HostKVPool: {limit_name} got {limit_bytes}; needs at least {step}, "
             f"the smallest multiple of a page's {granularity_bytes} bytes "
             f"and of the system page's {mmap.PAGESIZE}"
         )

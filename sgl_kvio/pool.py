@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import operator
 import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import NoReturn, SupportsIndex
 
 import torch
 
 from sgl_kvio import layouts
 from sgl_kvio.memory import (
+    CHUNK_ENV,
     HostMemory,
     check_fits,
     chunk_limit_from_env,
@@ -65,6 +66,7 @@ class HostKVPool:
 
     Lifetime: tensors and memoryviews taken from a pool keep its memory, not its registration.
     After ``close()`` they are plain memory, which the system gets back with the last of them.
+    Copying or pickling a pool raises TypeError.
 
     Raises ValueError for a bad argument (named in the text), MemoryError when the pool is larger
     than memory or cgroup allow (both sizes in the text), RuntimeError when the driver refuses to
@@ -125,14 +127,17 @@ class HostKVPool:
     def _registration_chunks(self, chunk_bytes: int | None) -> list[int]:
         """For each tensor the bytes of its registrations, which cut no page's contiguous bytes."""
         if chunk_bytes is None:
-            limit = chunk_limit_from_env()
+            limit, name = chunk_limit_from_env(), f"{CHUNK_ENV} (in bytes)"
         else:
-            limit = _checked_int("HostKVPool: chunk_bytes", chunk_bytes, 1)
+            limit = layouts.checked_int("HostKVPool: chunk_bytes", chunk_bytes, 1)
+            name = "chunk_bytes"
+        units = [
+            self._layout.page_unit(self._geometry, i) * self._dtype.itemsize
+            for i in range(len(self._tensor_nbytes))
+        ]
         return [
-            registration_chunk(
-                nbytes, self._layout.page_unit(self._geometry, i) * self._dtype.itemsize, limit
-            )
-            for i, nbytes in enumerate(self._tensor_nbytes)
+            registration_chunk(nbytes, unit, limit, name)
+            for nbytes, unit in zip(self._tensor_nbytes, units, strict=True)
         ]
 
     def _allocate(self, shapes: Sequence[tuple[int, ...]], chunks: Sequence[int]) -> None:
@@ -247,7 +252,7 @@ class HostKVPool:
         Raises ValueError for a layer that the pool does not have, and after ``close()``.
         """
         self._check_open()
-        index = _checked_int("HostKVPool.layer: index", index, 0, self.num_layers - 1)
+        index = layouts.checked_int("HostKVPool.layer: index", index, 0, self.num_layers - 1)
         return list(self._layers[index])
 
     def layers(self) -> list[list[torch.Tensor]]:
@@ -269,7 +274,7 @@ class HostKVPool:
         Raises ValueError for a page that the pool does not have, and after ``close()``.
         """
         self._check_open()
-        page = _checked_int("HostKVPool.page_bytes: page", page, 0, self.num_pages - 1)
+        page = layouts.checked_int("HostKVPool.page_bytes: page", page, 0, self.num_pages - 1)
         itemsize = self._dtype.itemsize
         memories = self._memories
         return tuple(
@@ -291,7 +296,7 @@ class HostKVPool:
         Raises RuntimeError, with both numbers, when fewer are free, and ValueError when ``n`` is
         not an int of at least 0; the pool is then unchanged.
         """
-        n = _checked_int("HostKVPool.alloc: n", n, 0)
+        n = layouts.checked_int("HostKVPool.alloc: n", n, 0)
         with self._lock:
             self._check_open()
             if n > self._num_free:
@@ -321,13 +326,14 @@ class HostKVPool:
             idle = ids[~self._in_use[ids]]
             if idle.numel():
                 raise ValueError(
-                    f"HostKVPool.free: pages got {_some(idle)}; "
+                    f"HostKVPool.free: pages got {_some(idle.tolist())}; "
                     "needs allocated pages (double free?)"
                 )
             distinct, counts = ids.unique(return_counts=True)
             if distinct.numel() != ids.numel():
+                repeated = distinct[counts > 1].tolist()
                 raise ValueError(
-                    f"HostKVPool.free: pages got {_some(distinct[counts > 1])} more than once; "
+                    f"HostKVPool.free: pages got {_some(repeated)} more than once; "
                     "needs every page once (double free)"
                 )
             self._in_use[ids] = False
@@ -350,25 +356,35 @@ class HostKVPool:
         room = ids.numel() * self.page_size
         if num_tokens is None:
             num_tokens = room
-        num_tokens = _checked_int("HostKVPool.token_indices: num_tokens", num_tokens, 0, room)
+        num_tokens = layouts.checked_int(
+            "HostKVPool.token_indices: num_tokens", num_tokens, 0, room
+        )
         offsets = torch.arange(self.page_size, dtype=torch.int64, device="cpu")
         return (ids[:, None] * self.page_size + offsets).flatten()[:num_tokens]
 
     def _page_ids(self, where: str, pages: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """A private int64 copy of page ids, every one of them in the pool."""
         name = f"HostKVPool.{where}: pages"
+        needed = f"0..{self.num_pages - 1}"
         if not isinstance(pages, torch.Tensor):
-            pages = torch.tensor(_ints(name, pages), dtype=torch.int64, device="cpu")
+            numbers = _ints(name, pages)
+            # Before they become int64, which not all of them need to fit.
+            outside = [number for number in numbers if not 0 <= number < self.num_pages]
+            if outside:
+                raise ValueError(f"{name} got {_some(outside)}; needs {needed}")
+            return torch.tensor(numbers, dtype=torch.int64, device="cpu")
         if pages.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} got dtype {pages.dtype}; needs int32 or int64")
         if pages.device.type != "cpu" or pages.dim() != 1:
             raise ValueError(
                 f"{name} got {pages.dim()} dims on {pages.device}; needs a 1-D tensor on the CPU"
             )
+        if pages.layout != torch.strided:
+            raise ValueError(f"{name} got layout {pages.layout}; needs a dense tensor")
         ids = pages.to(torch.int64, copy=True)
         unknown = ids[(ids < 0) | (ids >= self.num_pages)]
         if unknown.numel():
-            raise ValueError(f"{name} got {_some(unknown)}; needs 0..{self.num_pages - 1}")
+            raise ValueError(f"{name} got {_some(unknown.tolist())}; needs {needed}")
         return ids
 
     # ------------------------------------------------------------------------------------ lifetime
@@ -405,6 +421,13 @@ class HostKVPool:
     ) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        # copy, deepcopy and pickle all come through here.
+        raise TypeError(
+            f"{type(self).__name__}: cannot be copied or pickled: a copy would be a second "
+            "allocator over the same memory"
+        )
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "page-locked" if self.is_pinned else "plain memory"
         return (
@@ -418,21 +441,23 @@ class HostKVPool:
             raise ValueError("HostKVPool: used after close()")
 
 
-def _some(ids: torch.Tensor) -> str:
+def _some(ids: Sequence[int]) -> str:
     """A few ids for an error text."""
-    shown = ids[:4].tolist()
-    return f"{shown}" if ids.numel() <= 4 else f"{shown} and {ids.numel() - 4} more"
+    return f"{ids[:4]}" if len(ids) <= 4 else f"{ids[:4]} and {len(ids) - 4} more"
 
 
 def _ints(name: str, values: Iterable[int]) -> list[int]:
     try:
-        values = list(values)
-        # A list of bools is a mask, whose ones would be taken for page 1.
-        if not any(isinstance(value, bool) for value in values):
-            return [operator.index(value) for value in values]
-    except TypeError:
-        pass
-    raise ValueError(f"{name} got {values!r}; needs ints")
+        items = list(values)
+    except TypeError as error:
+        raise ValueError(f"{name} got {values!r}; needs ints") from error
+    numbers = []
+    for position, item in enumerate(items):
+        number = layouts.as_int(item)
+        if number is None:
+            raise ValueError(f"{name} got {item!r} at position {position}; needs ints")
+        numbers.append(number)
+    return numbers
 
 
 def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -444,36 +469,28 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _checked_int(name: str, value: int, low: int, high: int | None = None) -> int:
-    """``value`` as an int (whatever can index a list is one), or ValueError naming the argument."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = low - 1
-    if number < low or (high is not None and number > high):
-        needed = f"an int of at least {low}" if high is None else f"{low}..{high}"
-        raise ValueError(f"{name} got {value!r}; needs {needed}")
-    return number
-
-
 def _cuda_index(device: torch.device | str | int | None) -> int | None:
     """The CUDA device to lock pages for; None for plain memory."""
     if device is None:
         return torch.cuda.current_device() if torch.cuda.is_available() else None
-    try:
-        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"HostKVPool: device got {device!r}; needs a CUDA device or 'cpu'"
-        ) from error
-    if wanted.type == "cpu":
-        return None
-    if wanted.type != "cuda":
-        raise ValueError(f"HostKVPool: device got {device!r}; needs a CUDA device or 'cpu'")
+    needed = "needs a CUDA device or 'cpu'"
+    # Not through torch.device, which keeps 8 bits of a number: 256 would be GPU 0.
+    index = layouts.as_int(device)
+    if index is None:
+        try:
+            wanted = torch.device(device)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"HostKVPool: device got {device!r}; {needed}") from error
+        if wanted.type == "cpu":
+            return None
+        if wanted.type != "cuda":
+            raise ValueError(f"HostKVPool: device got {device!r}; {needed}")
+        index = wanted.index
     count = torch.cuda.device_count()
-    index = wanted.index
     if index is None:
         index = torch.cuda.current_device() if count else 0
+    if index < 0:
+        raise ValueError(f"HostKVPool: device got {device!r}; {needed}")
     if index >= count:
         raise ValueError(
             f"HostKVPool: device got {device!r}; this process has {count} CUDA devices"

@@ -82,6 +82,39 @@ def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip() == f"sgl_kvio {sgl_kvio.__version__}"
 
 
+def run_unread(*arguments: str) -> tuple[int, str]:
+    """Exit status and stderr of `python -m sgl_kvio ...` whose reader is gone already."""
+    unread, stdout = os.pipe()
+    os.close(unread)
+    home = str(Path(sgl_kvio.__file__).resolve().parent.parent)
+    result = subprocess.run(
+        [sys.executable, "-m", "sgl_kvio", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=home,
+        timeout=300,
+        # Buffered as in most shells: then the error waits until the last flush.
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )
+    os.close(stdout)
+    return result.returncode, result.stderr
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"], ["--help"]])
+def test_a_reader_that_went_away_ends_the_command_without_a_traceback(arguments) -> None:
+    assert run_unread(*arguments) == (141, "")
+
+
+@needs_transformers
+def test_a_reader_that_went_away_ends_the_demo_without_a_traceback(text_file: Path) -> None:
+    sizes = ["--tokens", "64", "--chunk", "64", "--decode", "1"]
+    where = ["--model", "tiny", "--device", "cpu", "--text", str(text_file)]
+    status, stderr = run_unread("demo", *where, *sizes)
+    assert status == 141
+    assert {line[0] for line in stderr.splitlines()} == {"["}  # progress and nothing else
+
+
 @pytest.mark.parametrize("command", ["demo", "doctor"])
 def test_help_of_a_command_needs_no_transformers(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -166,6 +199,9 @@ def test_doctor_reports_a_pool_that_cannot_be_made(
         (["--decode", "-1"], "--decode got -1"),
         (["--seed", "-1"], "--seed got -1"),
         (["--num-blocks", "-1"], "--num-blocks got -1"),
+        (["--seed", str(2**64)], f"--seed got {2**64}, needs at most {2**64 - 1}"),
+        (["--num-blocks", "65536"], "--num-blocks 65536: kvio::explain: num_blocks"),
+        (["--num-blocks", str(2**70)], f"--num-blocks {2**70}: kvio::explain: num_blocks"),
         (["--text", "no/such/file"], "--text no/such/file"),
         (["--tokens", "1000000000000"], "--tokens 1000000000000: both pools need"),
     ],
@@ -176,7 +212,8 @@ def test_bad_option_exits_2_and_is_named(
     given = ["demo", "--model", "tiny", "--device", "cpu", "--text", str(text_file), *arguments]
     assert main(given) == 2
     captured = capsys.readouterr()
-    assert named in captured.err
+    assert captured.err.startswith(f"sgl_kvio demo: {named}")
+    assert captured.err.count("\n") == 1
     assert captured.out == ""
 
 
@@ -221,13 +258,15 @@ def test_old_transformers_exits_2_and_says_what_to_install(
     assert "5.17 or newer, found 5.0.0: pip install 'sgl_kvio[demo]'" in message
 
 
-@needs_transformers
-def test_unknown_backend_exits_2_with_the_ops_words(
-    text_file: Path, capsys: pytest.CaptureFixture[str]
+def test_unknown_backend_exits_2_with_the_ops_words_before_there_is_a_model(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(demo, "Decoder", lambda *args: pytest.fail("a model was built"))
+    monkeypatch.setattr(demo, "HostKVPool", lambda *args, **kw: pytest.fail("a pool was made"))
     arguments = ["--device", "cpu", "--text", str(text_file), "--backend", "pigeon"]
     assert main(["demo", "--model", "tiny", *arguments]) == 2
-    assert "--backend pigeon: kvio::explain: backend" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert message.startswith("sgl_kvio demo: --backend pigeon: kvio::explain: backend")
 
 
 def test_text_defaults_to_the_description_away_from_the_source_tree(
@@ -392,6 +431,16 @@ def test_runs_are_positions_consecutive_on_both_sides() -> None:
     assert demo.count_runs(ascending, ascending.flip(0)) == 6
     assert demo.count_runs(ascending, torch.tensor([3, 4, 5, 0, 1, 9])) == 3
     assert demo.count_runs(ascending[:0], ascending[:0]) == 0
+
+
+def test_a_share_above_the_ceiling_of_a_cpu_says_why() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert demo.share_of_ceiling(12e9, 10e9, cpu) == (
+        "120% of the 10.00 GB/s memcpy ceiling, as small payloads fit into caches"
+    )
+    assert demo.share_of_ceiling(10.04e9, 10e9, cpu) == "100% of the 10.00 GB/s memcpy ceiling"
+    assert demo.share_of_ceiling(9e9, 10e9, gpu) == "90% of the 10.00 GB/s link ceiling"
+    assert demo.share_of_ceiling(11e9, 10e9, gpu) == "110% of the 10.00 GB/s link ceiling"
 
 
 def test_a_difference_of_one_bit_is_placed() -> None:

@@ -1,6 +1,7 @@
 """Where a pool's rows lie: every element of every layout against an address formula written out."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -167,11 +168,35 @@ def test_a_layout_that_a_kind_lacks_is_named_with_those_it_has(kind, layout):
 
 
 @pytest.mark.parametrize("name", ["num_pages", "page_size", "num_layers", "num_heads", "head_dim"])
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, None, "4"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, None, "4", torch.tensor(True)])
 def test_a_size_that_is_no_positive_int_is_refused_by_name(name, value):
     entry = layouts.find_layout("mha", "page_first")
-    with pytest.raises(ValueError, match=f"{name} got {value!r}; needs an int of at least 1"):
+    text = re.escape(f"{name} got {value!r}; needs an int of at least 1")
+    with pytest.raises(ValueError, match=text):
         layouts.make_geometry(entry, **sizes("mha", **{name: value}))
+
+
+def test_sizes_of_numpy_and_torch_give_the_geometry_that_ints_give():
+    numpy = pytest.importorskip("numpy")
+    entry = layouts.find_layout("asymmetric", "page_first")
+    want = layouts.make_geometry(entry, **sizes("asymmetric"))
+    for as_number in (numpy.int64, numpy.uint8, torch.tensor):
+        given = {name: as_number(size) for name, size in sizes("asymmetric").items()}
+        got = layouts.make_geometry(entry, **given)
+        assert got == want
+        numbers = [got.num_pages, got.page_size, got.num_layers, got.num_heads, *got.head_dims]
+        assert {type(number) for number in numbers} == {int}
+
+
+def test_what_can_index_a_list_is_an_int_but_for_bools():
+    numpy = pytest.importorskip("numpy")
+    for value in (7, numpy.int32(7), numpy.uint64(7), torch.tensor(7), torch.tensor([7])):
+        assert layouts.as_int(value) == 7
+        assert type(layouts.as_int(value)) is int
+    others = (7.0, "7", None, [7], numpy.float32(7), torch.tensor(7.0), torch.tensor([7, 7]))
+    bools = (True, numpy.bool_(True), torch.tensor(True))
+    for value in (*others, *bools, torch.empty((), dtype=torch.int64, device="meta")):
+        assert layouts.as_int(value) is None
 
 
 def test_an_mla_pool_of_several_heads_is_refused():
@@ -186,7 +211,7 @@ def test_v_head_dim_is_refused_where_k_and_v_are_alike():
         layouts.make_geometry(entry, **sizes("mha", v_head_dim=7))
 
 
-@pytest.mark.parametrize("value", [None, 0, -3])
+@pytest.mark.parametrize("value", [None, 0, -3, True, 4.0])
 def test_an_asymmetric_pool_without_a_v_size_is_refused(value):
     entry = layouts.find_layout("asymmetric", "page_first")
     with pytest.raises(ValueError, match=f"v_head_dim got {value}"):

@@ -1,6 +1,10 @@
 """LayerwiseLoader without a GPU: right bytes, right order, errors, lifetime of what a load uses."""
 
+import copy
 import gc
+import os
+import pickle
+import signal
 import threading
 import time
 import weakref
@@ -269,6 +273,27 @@ def test_waiting_for_a_layer_that_does_not_exist_is_refused(layer):
             load.wait_layer(layer)
 
 
+@pytest.mark.parametrize("layer", [True, 1.0, "0", None, torch.tensor(True)])
+def test_a_layer_that_is_no_int_is_refused_by_name(layer):
+    with LayerwiseLoader(flat_layers(), flat_layers()) as loader:
+        with pytest.raises(TypeError, match="layer got .*; needs an int"):
+            loader.wait_layer(layer)
+        load = loader.load(torch.tensor([0]), torch.tensor([0]))
+        for waiting in (load, loader):
+            with pytest.raises(TypeError, match="layer got .*; needs an int"):
+                waiting.wait_layer(layer)
+
+
+def test_numpys_ints_are_ints_to_a_loader():
+    numpy = pytest.importorskip("numpy")
+    host, to = flat_layers(1), flat_layers(9)
+    number = numpy.int64
+    options = {"row_ndim": number(2), "page_size": number(1), "num_blocks": number(0)}
+    with LayerwiseLoader(host, to, **options) as loader:
+        loader.load(torch.tensor([3]), torch.tensor([5])).wait_layer(number(2))
+    assert torch.equal(to[2][0][5], host[2][0][3])
+
+
 # ----------------------------------------------------------------------------------------- errors
 
 
@@ -316,9 +341,38 @@ def test_options_that_transfer_refuses_come_out_of_wait(option):
             load.wait()
 
 
+@pytest.mark.parametrize("name", ["row_ndim", "page_size", "num_blocks"])
+@pytest.mark.parametrize("value", [True, 1.0, None, "2"])
+def test_an_option_that_is_no_int_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"LayerwiseLoader: {name} got {value!r}; needs an int"):
+        LayerwiseLoader(flat_layers(), flat_layers(), **{name: value})
+
+
+@pytest.mark.parametrize("name", ["host_indices", "device_indices"])
+@pytest.mark.parametrize(
+    ("indices", "text"),
+    [
+        (torch.empty(1, dtype=torch.int64, device="meta"), "got a tensor on meta"),
+        ([0], "got list; needs a Tensor"),
+        (None, "got NoneType; needs a Tensor"),
+    ],
+)
+def test_indices_of_no_device_are_refused_by_name_before_anything_is_started(name, indices, text):
+    given = {"host_indices": torch.tensor([0]), "device_indices": torch.tensor([0])}
+    before = threading.active_count()
+    with LayerwiseLoader(flat_layers(1), flat_layers(9)) as loader:
+        with pytest.raises(ValueError, match=f"load: {name} {text}"):
+            loader.load(**given | {name: indices})
+        assert threading.active_count() == before
+        loader.load(**given).wait()
+
+
 @pytest.mark.parametrize(
     ("host", "device", "text"),
     [
+        (None, None, "host_layers got NoneType; needs a sequence"),
+        (flat_layers(), None, "device_layers got NoneType; needs a sequence"),
+        ([None], flat_layers(layers=1), r"host_layers\[0\] got NoneType; needs a sequence"),
         (flat_layers(layers=2), flat_layers(), r"host_layers got 2 layers; needs 3"),
         ([[], []], [[], flat_layers()[0]], r"host_layers\[1\] got 0 buffers; needs 1"),
         ([[3]], flat_layers(layers=1), r"host_layers\[0\]\[0\] got int; needs a Tensor"),
@@ -444,6 +498,113 @@ def test_a_failed_load_does_not_make_close_raise():
     loader.close()
     with pytest.raises(RuntimeError, match="src_indices"):
         load.wait()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_loader_is_not_copied(duplicate):
+    with (
+        LayerwiseLoader(flat_layers(), flat_layers()) as loader,
+        pytest.raises(TypeError, match="LayerwiseLoader: cannot be copied"),
+    ):
+        duplicate(loader)
+
+
+# -------------------------------------------------------------------------------------------- fork
+
+
+def in_a_forked_child(work):
+    """The exit status of a child that runs `work`; killed (negative) when it hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def check_a_load(loader, host, to, row):
+    loader.load(torch.tensor([row]), torch.tensor([5])).wait()
+    for src, dst in zip(host, to, strict=True):
+        assert torch.equal(dst[0][5], src[0][row])
+
+
+def test_a_loader_that_has_loaded_loads_in_a_forked_child_and_still_in_its_parent():
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader(host, to) as loader:
+        check_a_load(loader, host, to, 0)
+
+        def work():
+            check_a_load(loader, host, to, 7)
+            loader.close()
+
+        assert in_a_forked_child(work) == 0
+        check_a_load(loader, host, to, 3)
+
+
+def test_closing_in_a_forked_child_does_not_wait_for_the_parents_thread(gate):
+    with LayerwiseLoader(flat_layers(1), flat_layers(9)) as loader:
+        load = loader.load(torch.arange(16), torch.arange(16))
+        assert in_a_forked_child(loader.close) == 0
+        gate.open(L)
+        load.wait()
+
+
+def test_layers_in_flight_at_a_fork_fail_in_the_child_and_arrive_in_the_parent(gate):
+    host, to = flat_layers(1), flat_layers(9)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(torch.arange(16), torch.arange(16))
+        gate.open()
+        load.wait_layer(0)
+        deadline = time.monotonic() + WAIT_S
+        while len(gate.started) < 2:  # the worker is past layer 0
+            assert time.monotonic() < deadline
+
+        def work():
+            load.wait_layer(0)
+            for wait in (load.wait, load.synchronize, lambda: loader.wait_layer(1)):
+                with pytest.raises(RuntimeError, match="in flight when this process was forked"):
+                    wait()
+            assert load.done()
+
+        assert in_a_forked_child(work) == 0
+        gate.open(L)
+        load.wait()
+        assert torch.equal(to[2][0], host[2][0])
+
+
+def test_a_load_that_failed_before_a_fork_keeps_its_error_in_the_child():
+    with LayerwiseLoader(flat_layers(), flat_layers()) as loader:
+        load = loader.load(torch.tensor([99]), torch.tensor([0]))
+        while not load.done():
+            time.sleep(0.001)
+
+        def work():
+            with pytest.raises(RuntimeError, match="src_indices"):
+                load.wait()
+
+        assert in_a_forked_child(work) == 0
+
+
+def test_a_fork_while_another_thread_is_inside_close_does_not_lock_the_child_out(gate):
+    loader = LayerwiseLoader(flat_layers(1), flat_layers(9))
+    loader.load(torch.arange(16), torch.arange(16))
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    deadline = time.monotonic() + WAIT_S
+    while not loader._closed:
+        assert time.monotonic() < deadline
+
+    def work():
+        with pytest.raises(ValueError, match="after close"):
+            loader.load(torch.arange(16), torch.arange(16))
+
+    assert in_a_forked_child(work) == 0
+    gate.open(L)
+    closing.join(WAIT_S)
 
 
 # ------------------------------------------------------------------------------------------- modes

@@ -313,6 +313,11 @@ def test_a_page_larger_than_the_chunk_limit_is_refused_with_both_sizes():
         registration_chunk(10 * MIB, 2 * MIB, MIB)
 
 
+def test_a_refused_chunk_limit_is_called_by_the_name_it_came_under():
+    with pytest.raises(ValueError, match=rf"KVIO_CHUNK got {MIB}; needs at least {2 * MIB}"):
+        registration_chunk(10 * MIB, 2 * MIB, MIB, "KVIO_CHUNK")
+
+
 def test_chunk_limit_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv("KVIO_HOST_REGISTER_CHUNK_GB", raising=False)
     assert chunk_limit_from_env() == 256 * GIB
@@ -591,10 +596,17 @@ def test_a_refusal_holds_both_sizes_and_the_figure_that_bound(machine):
 
 
 @pytest.mark.parametrize("name", ["memory_limit_bytes", "reserve_bytes"])
-@pytest.mark.parametrize("value", [-1, 1.5, "1"])
+@pytest.mark.parametrize("value", [-1, 1.5, "1", True, False])
 def test_a_limit_that_is_no_size_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"{name} got {value!r}"):
         memory_limits(**{name: value})
+
+
+def test_limits_may_be_numpys_ints(machine):
+    numpy = pytest.importorskip("numpy")
+    limits = machine.limits(numpy.int64(90 * MIB), numpy.int32(MIB))
+    assert limits.allowed_bytes == 89 * MIB
+    assert type(limits.allowed_bytes) is int
 
 
 def test_this_machines_files_can_be_read():

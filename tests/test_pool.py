@@ -1,9 +1,11 @@
 """HostKVPool without a GPU: views, page bytes, the allocator, bad arguments, lifetime."""
 
 import contextlib
+import copy
 import gc
 import math
 import mmap
+import pickle
 import threading
 import weakref
 
@@ -164,13 +166,13 @@ def test_page_bytes_copied_to_another_page_copy_its_rows():
             assert not page_rows(pool, view, 3).any()
 
 
-@pytest.mark.parametrize("page", [-1, N, 1.0, None])
+@pytest.mark.parametrize("page", [-1, N, 1.0, None, True, 2**70])
 def test_page_bytes_of_an_unknown_page_are_refused(page):
     with make() as pool, pytest.raises(ValueError, match=r"page got .*; needs 0\.\.4"):
         pool.page_bytes(page)
 
 
-@pytest.mark.parametrize("layer", [-1, L, 0.5])
+@pytest.mark.parametrize("layer", [-1, L, 0.5, True, 2**70])
 def test_an_unknown_layer_is_refused(layer):
     with make() as pool, pytest.raises(ValueError, match=r"index got .*; needs 0\.\.2"):
         pool.layer(layer)
@@ -228,7 +230,7 @@ def test_asking_for_more_pages_than_are_free_names_both_and_takes_none():
         assert pool.alloc(3).tolist() == [2, 3, 4]
 
 
-@pytest.mark.parametrize("n", [-1, 1.0, None, "2"])
+@pytest.mark.parametrize("n", [-1, 1.0, None, "2", True, False])
 def test_a_page_count_that_is_no_number_is_refused(n):
     with make() as pool:
         with pytest.raises(ValueError, match="n got"):
@@ -244,13 +246,21 @@ def test_a_page_count_that_is_no_number_is_refused(n):
         ([0, 1, 2, 1], r"\[1\] more than once"),
         ([0, 5], r"\[5\]; needs 0\.\.4"),
         ([-1], r"\[-1\]; needs 0\.\.4"),
+        ([2**70], rf"\[{2**70}\]; needs 0\.\.4"),
+        ([0, -(2**63) - 1], rf"\[{-(2**63) - 1}\]; needs 0\.\.4"),
+        ([torch.tensor(2**63, dtype=torch.uint64)], ".*needs ints"),
         (torch.tensor([0.0]), "dtype torch.float32; needs int32 or int64"),
         (torch.tensor([True]), "dtype torch.bool"),
         (torch.tensor([0], dtype=torch.int16), "dtype torch.int16"),
         (torch.tensor([[0]]), "2 dims on cpu; needs a 1-D tensor"),
         (torch.tensor(0), "0 dims on cpu"),
         (torch.empty(1, dtype=torch.int64, device="meta"), "1 dims on meta"),
+        (torch.tensor([0]).to_sparse(), "layout torch.sparse_coo; needs a dense tensor"),
         ([True], ".*needs ints"),
+        ([0, torch.tensor(True)], r"tensor\(True\) at position 1; needs ints"),
+        ([torch.empty((), dtype=torch.int64, device="meta")], ".*needs ints"),
+        ([[0], [1]], r"\[0\] at position 0; needs ints"),
+        (None, ".*needs ints"),
         ([0.0], ".*needs ints"),
         (["0"], ".*needs ints"),
         (0, ".*needs ints"),
@@ -278,6 +288,19 @@ def test_freeing_a_page_twice_is_found_before_and_after_it_was_reused():
             pool.free([0, 1])
         pool.free([0])
         assert pool.num_free == 2
+
+
+def test_numpys_ints_are_ints_everywhere():
+    numpy = pytest.importorskip("numpy")
+    number = numpy.int32
+    sizes = {"num_pages": number(N), "page_size": number(P), "v_head_dim": number(4)}
+    limits = {"memory_limit_bytes": number(1 << 30), "reserve_bytes": number(0)}
+    with make("asymmetric", **sizes, **limits, chunk_bytes=number(1 << 20)) as pool:
+        assert type(pool.num_pages) is type(pool.nbytes) is int
+        pages = pool.alloc(number(2))
+        assert pool.token_indices(pages, number(5)).tolist() == [0, 1, 2, 3, 4]
+        assert len(pool.layer(number(1))) == 2
+        assert len(pool.page_bytes(number(1))) == 2
 
 
 def test_ids_may_be_anything_that_indexes_a_list():
@@ -385,7 +408,7 @@ def test_token_indices_follow_the_pages_in_their_order():
         assert pool.token_indices([2]).dtype == torch.int64
 
 
-@pytest.mark.parametrize("num_tokens", [-1, 9, 1.5])
+@pytest.mark.parametrize("num_tokens", [-1, 9, 1.5, True])
 def test_more_tokens_than_the_pages_hold_are_refused(num_tokens):
     with make() as pool, pytest.raises(ValueError, match=r"num_tokens got .*; needs 0\.\.8"):
         pool.token_indices([0, 1], num_tokens)
@@ -412,7 +435,13 @@ def test_token_indices_of_an_unknown_page_are_refused():
         ({"device": "nowhere"}, "device got 'nowhere'"),
         ({"device": 99}, "device got 99"),
         ({"device": -1}, "device got -1"),
+        ({"device": 256}, "device got 256"),
+        ({"device": 2**70}, f"device got {2**70}"),
+        ({"device": True}, "device got True"),
+        ({"num_pages": True}, "num_pages got True"),
         ({"chunk_bytes": 0}, "chunk_bytes got 0"),
+        ({"chunk_bytes": True}, "chunk_bytes got True"),
+        ({"memory_limit_bytes": True}, "memory_limit_bytes got True"),
         ({"chunk_bytes": 100}, r"chunk_bytes got 100; needs at least \d+"),
         ({"memory_limit_bytes": -1}, "memory_limit_bytes got -1"),
         ({"reserve_bytes": "1G"}, "reserve_bytes got '1G'"),
@@ -422,6 +451,24 @@ def test_a_bad_argument_is_named_before_anything_is_allocated(changes, text, mon
     monkeypatch.setattr(memory, "_map_aligned", lambda nbytes: pytest.fail("allocated"))
     with pytest.raises(ValueError, match=text):
         make(**changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("0.0000001", r"KVIO_HOST_REGISTER_CHUNK_GB \(in bytes\) got 107; needs at least \d+"),
+        ("0", "KVIO_HOST_REGISTER_CHUNK_GB got '0'"),
+        ("many", "KVIO_HOST_REGISTER_CHUNK_GB got 'many'"),
+    ],
+)
+def test_a_chunk_of_the_environment_that_does_not_do_is_named_by_its_variable(
+    text, error, monkeypatch
+):
+    monkeypatch.setattr(memory, "_map_aligned", lambda nbytes: pytest.fail("allocated"))
+    monkeypatch.setenv("KVIO_HOST_REGISTER_CHUNK_GB", text)
+    with pytest.raises(ValueError, match=error) as caught:
+        make()
+    assert "chunk_bytes" not in str(caught.value)
 
 
 def test_an_unknown_layout_or_kind_is_refused_by_name():
@@ -480,6 +527,14 @@ def test_every_use_after_close_raises():
             call()
     assert not pool.is_pinned
     assert "closed" in repr(pool)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pool_is_not_copied_into_a_second_allocator_over_the_same_memory(duplicate):
+    with make() as pool:
+        with pytest.raises(TypeError, match="HostKVPool: cannot be copied"):
+            duplicate(pool)
+        assert pool.alloc(N).tolist() == list(range(N))
 
 
 def test_leaving_the_context_closes_even_after_an_error():
@@ -565,9 +620,11 @@ def test_a_plain_pool_is_not_registered_beside_a_gpu(driver):
     assert driver.calls == []
 
 
-def test_a_device_that_the_machine_lacks_is_refused_by_name(driver):
-    with pytest.raises(ValueError, match="device got 'cuda:2'; this process has 2"):
-        make(device="cuda:2")
+# torch.device would keep 8 bits of 256 and 257.
+@pytest.mark.parametrize("device", ["cuda:2", 2, 256, 257])
+def test_a_device_that_the_machine_lacks_is_refused_by_name(driver, device):
+    with pytest.raises(ValueError, match=f"device got {device!r}; this process has 2"):
+        make(device=device)
     assert driver.calls == []
 
 
