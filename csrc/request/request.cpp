@@ -236,11 +236,11 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
     request.groups[g].position.push_back(static_cast<int64_t>(i));
   }
   if (request.num_indices > 0) check_not_empty(op, request);
+  check_countable(op, request);
   if (request.index_device == DeviceKind::kCpu && request.dst_device == DeviceKind::kCpu) {
     check_indices_apart(op, dst, "dst_indices", dst_indices);
     check_indices_apart(op, dst, "src_indices", src_indices);
   }
-  check_countable(op, request);
   return request;
 }
 
