@@ -57,8 +57,6 @@ std::unique_ptr<Block> make_block(const char* op, int device, size_t nbytes) {
 
 // The smallest idle block that is large enough, else a new one.
 std::unique_ptr<Block> take_block(const char* op, int device, size_t nbytes) {
-  // Asking an event and allocating are refused, and spoil the graph, while any thread captures in global mode.
-  const RelaxedCapture relaxed;
   {
     const std::lock_guard<std::mutex> lock(blocks_mutex);
     auto& idle = idle_blocks();
@@ -109,6 +107,9 @@ torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, S
   const int64_t src_at = (list_bytes + 15) / 16 * 16;
   const int64_t total = src_at + list_bytes;
 
+  // Allocating, here and inside torch, and asking an event are refused, and spoil the graph, while any thread captures
+  // in global mode, unless this thread says that it knows better: nothing here touches what is being captured.
+  const RelaxedCapture relaxed;
   torch::stable::Tensor device = device_bytes(total, request->gpu_index);
   std::unique_ptr<Block> block = take_block(op, request->gpu_index, static_cast<size_t>(total));
   const auto pack_list = [&](const IndexList& list, char* out) {
