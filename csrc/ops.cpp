@@ -91,8 +91,7 @@ void explain_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const TransferCall call("explain", stack);
   const TransferRequest& request = call.request;
   const BackendChoice choice = choose_backend("explain", request.backend, facts_of(request, false));
-  stack[0] = torch::stable::detail::from(std::string("backend: ") + backend_name(choice.backend) +
-                                         "\nreason: " + choice.reason + "\n" + describe(request));
+  stack[0] = torch::stable::detail::from(describe(choice) + describe(request));
 }
 
 #ifdef KVIO_WITH_GPU
@@ -112,22 +111,25 @@ void explain_gpu(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = torch::stable::detail::from(gpu::explain(call.request) + describe(call.request));
 }
 
+TensorView cpu_view_of(const char* op, const Tensor& tensor) {
+  const TensorView view = view_of(tensor);
+  if (view.device != DeviceKind::kCpu) {
+    fail(op, "tensor is on ", device_name(view.device, view.device_index), "; it needs a CPU tensor");
+  }
+  return view;
+}
+
 void host_register(Tensor tensor, int64_t chunk_bytes, int64_t device_index) {
   constexpr const char* op = "host_register";
-  const TensorView view = view_of(tensor);
-  if (view.device != DeviceKind::kCpu)
-    fail(op, "tensor is on ", device_name(view.device, view.device_index), "; it needs a CPU tensor");
+  const TensorView view = cpu_view_of(op, tensor);
   check_contiguous(op, "tensor", view);
   gpu::host_register(view.data, extent_bytes(view), chunk_bytes, gpu::resolve_device(op, device_index));
 }
 
 void host_unregister(Tensor tensor, int64_t device_index) {
   constexpr const char* op = "host_unregister";
-  const TensorView view = view_of(tensor);
-  if (view.device != DeviceKind::kCpu) {
-    fail(op, "tensor is on ", device_name(view.device, view.device_index), "; it needs a CPU tensor");
-  }
-  if (extent_bytes(view) == 0) return;
+  const TensorView view = cpu_view_of(op, tensor);
+  if (is_empty(view)) return;
   gpu::host_unregister(view.data, extent_bytes(view), gpu::resolve_device(op, device_index));
 }
 

@@ -1,7 +1,5 @@
 #include "gpu/host_memory.h"
 
-#include <cuda.h>
-
 #include <algorithm>
 #include <map>
 #include <mutex>

@@ -103,7 +103,7 @@ std::string explain(const TransferRequest& request) {
   const Stream stream = current_stream(op, request.gpu_index);
   const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, is_capturing(stream)));
   std::ostringstream text;
-  text << "backend: " << backend_name(choice.backend) << "\nreason: " << choice.reason << "\n";
+  text << describe(choice);
   for (const BufferGroup& group : request.groups) {
     if (group.dst.row_bytes() == 0 || request.num_indices == 0) continue;
     const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);

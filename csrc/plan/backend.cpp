@@ -6,6 +6,10 @@ namespace kvio {
 
 const char* backend_name(Backend backend) { return backend == Backend::kCpu ? "cpu" : "register"; }
 
+std::string describe(const BackendChoice& choice) {
+  return std::string("backend: ") + backend_name(choice.backend) + "\nreason: " + choice.reason + "\n";
+}
+
 BackendFacts facts_of(const TransferRequest& request, bool capturing) {
   BackendFacts facts;
   facts.any_gpu = request.gpu_index >= 0;

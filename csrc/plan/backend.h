@@ -23,6 +23,9 @@ struct BackendChoice {
   const char* reason;
 };
 
+// The first lines of what explain says.
+std::string describe(const BackendChoice& choice);
+
 BackendFacts facts_of(const TransferRequest& request, bool capturing);
 
 // Throws when `wanted` is unknown or cannot serve the request, naming what is missing.

@@ -16,12 +16,13 @@ bool same_layout(const TensorView& a, const TensorView& b) {
 }
 
 // A view can outlive its memory: resizing a storage leaves the views as they are.
-void check_has_storage(const char* op, const std::string& argument, const TensorView& t) {
+// `position` is that of a list's item, -1 for an argument that is no list.
+void check_has_storage(const char* op, const char* argument, int64_t position, const TensorView& t) {
   const int64_t extent = extent_bytes(t);
-  if (extent > t.storage_bytes) {
-    fail(op, argument, " spans ", extent, " bytes but its storage has ", t.storage_bytes,
-         " from there on; it needs a storage that was not resized");
-  }
+  if (extent <= t.storage_bytes) return;
+  const std::string item = position < 0 ? "" : "[" + std::to_string(position) + "]";
+  fail(op, argument, item, " spans ", extent, " bytes but its storage has ", t.storage_bytes,
+       " from there on; it needs a storage that was not resized");
 }
 
 // Every tensor of a list lies on the first one's device, in memory that it owns.
@@ -36,8 +37,7 @@ void check_one_device(const char* op, const char* argument, const std::vector<Te
       fail(op, argument, "[", i, "] is on ", device_name(t.device, t.device_index), " but ", argument, "[0] is on ",
            device_name(first.device, first.device_index), "; it needs every tensor of ", argument, " on one device");
     }
-    if (extent_bytes(t) > t.storage_bytes)
-      check_has_storage(op, std::string(argument) + "[" + std::to_string(i) + "]", t);
+    check_has_storage(op, argument, static_cast<int64_t>(i), t);
   }
 }
 
@@ -49,7 +49,7 @@ void check_index_tensor(const char* op, const char* argument, const TensorView& 
     fail(op, argument, " has shape ", shape_text(t.sizes, t.ndim), "; it needs one dimension");
   }
   if (t.device == DeviceKind::kOther) fail(op, argument, " is on another kind of device; it needs the CPU or a GPU");
-  check_has_storage(op, argument, t);
+  check_has_storage(op, argument, -1, t);
 }
 
 void check_pair(const char* op, size_t i, const TensorView& dst, const TensorView& src, int64_t row_ndim,
@@ -69,7 +69,7 @@ void check_pair(const char* op, size_t i, const TensorView& dst, const TensorVie
 
 // A destination dim of stride 0 would be written many times over.
 void check_not_expanded(const char* op, size_t i, const TensorView& dst) {
-  if (extent_bytes(dst) == 0) return;
+  if (is_empty(dst)) return;
   for (int64_t d = 0; d < dst.ndim; ++d) {
     if (dst.strides[d] == 0 && dst.sizes[d] > 1) {
       fail(op, "dst[", i, "] has stride 0 in dimension ", d, " of size ", dst.sizes[d],
@@ -335,7 +335,7 @@ void check_cpu_indices(const char* op, const TransferRequest& request, bool with
 }
 
 void check_contiguous(const char* op, const std::string& argument, const TensorView& t) {
-  if (extent_bytes(t) == 0) return;
+  if (is_empty(t)) return;
   int64_t expected = 1;
   for (int64_t d = t.ndim - 1; d >= 0; --d) {
     if (t.sizes[d] != 1 && t.strides[d] != expected) {
