@@ -33,10 +33,11 @@ for step in "${steps[@]}"; do
     targets) run targets 80 python3 bench/transfer.py --targets --out "$out/targets.json" ;;
     full) run full 6 python3 bench/transfer.py --out "$out/full.json" ;;
     memcheck)
-        # Workers of pytest-xdist where there are any: the checker makes every launch slow, not the GPU busy.
+        # Workers of pytest-xdist where there are any: the checker makes every launch slow, not the GPU busy. Only our
+        # kernels are instrumented: torch's many would take most of the time.
         workers=()
         python3 -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-12}")
-        run memcheck 12 compute-sanitizer --tool memcheck --report-api-errors no --target-processes all \
+        run memcheck 12 compute-sanitizer --tool memcheck --kernel-name kernel_substring=kvio --report-api-errors no --target-processes all \
             --error-exitcode 9 --log-file "$out/memcheck.%p.txt" \
             python3 -m pytest tests/gpu -q -p no:cacheprovider --deselect tests/gpu/test_cli.py "${workers[@]}"
         grep -h "ERROR SUMMARY" "$out"/memcheck.*.txt | sort | uniq -c

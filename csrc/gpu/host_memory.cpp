@@ -97,6 +97,7 @@ void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_i
       made.chunks.push_back(at);
       error = cudaHostGetDevicePointer(&alias, host, 0);
     }
+    if (error != cudaSuccess) cudaGetLastError();
     const int64_t this_delta = static_cast<int64_t>(reinterpret_cast<uintptr_t>(alias) - at);
     if (error == cudaSuccess && at != begin && this_delta != delta) {
       unregister_chunks(made.chunks);

@@ -326,8 +326,12 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
   p.inner_items = FastDivide(plan.buffers_innermost ? static_cast<uint32_t>(count) : items_per_buffer);
   p.is_int64 = request.dst_indices.is_int64;
   const Kernel<kBuffers> kernel = kernel_of<kBuffers>(plan.package_bytes, plan.split);
-  kernel<<<static_cast<unsigned>(plan.num_blocks), kThreads, 0, stream>>>(p);
-  check("transfer", "launching the register kernel", cudaGetLastError());
+  // Not <<<>>>, whose outcome has to be asked of the runtime's last error, which an earlier call may have left.
+  void* arguments[] = {&p};
+  const Error launched =
+      cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(plan.num_blocks)),
+                       dim3(kThreads), arguments, 0, stream);
+  check("transfer", "launching the register kernel", launched);
 }
 
 }  // namespace
