@@ -60,7 +60,7 @@ class TransferCall {
 
 void transfer_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const TransferCall call("transfer", stack);
-  choose_backend("transfer", call.request.backend, facts_of(call.request, false));
+  choose_backend("transfer", call.request.backend, facts_of(call.request, GpuFacts()));
   if (!call.request.empty()) cpu::transfer(call.request);
 }
 
@@ -90,7 +90,7 @@ std::string describe(const TransferRequest& request) {
 void explain_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const TransferCall call("explain", stack);
   const TransferRequest& request = call.request;
-  const BackendChoice choice = choose_backend("explain", request.backend, facts_of(request, false));
+  const BackendChoice choice = choose_backend("explain", request.backend, facts_of(request, GpuFacts()));
   stack[0] = torch::stable::detail::from(describe(choice) + describe(request));
 }
 

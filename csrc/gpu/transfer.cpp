@@ -55,7 +55,9 @@ void transfer(TransferRequest* request) {
   const Stream stream = current_stream(op, device);
   const bool cpu_indices = request->index_device == DeviceKind::kCpu;
   const bool capturing = cpu_indices && !request->empty() && is_capturing(stream);
-  choose_backend(op, request->backend, facts_of(*request, capturing));
+  GpuFacts gpu;
+  gpu.capturing = capturing;
+  choose_backend(op, request->backend, facts_of(*request, gpu));
   if (request->empty()) return;
   translate_host_buffers(op, request);
 
@@ -101,7 +103,9 @@ std::string explain(const TransferRequest& request) {
   constexpr const char* op = "explain";
   const DeviceGuard guard(op, request.gpu_index);
   const Stream stream = current_stream(op, request.gpu_index);
-  const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, is_capturing(stream)));
+  GpuFacts gpu;
+  gpu.capturing = is_capturing(stream);
+  const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, gpu));
   std::ostringstream text;
   text << describe(choice);
   for (const BufferGroup& group : request.groups) {

@@ -4,17 +4,28 @@
 
 namespace kvio {
 
-const char* backend_name(Backend backend) { return backend == Backend::kCpu ? "cpu" : "register"; }
+const char* backend_name(Backend backend) {
+  switch (backend) {
+    case Backend::kCpu:
+      return "cpu";
+    case Backend::kRegister:
+      return "register";
+    case Backend::kTma:
+      return "tma";
+    default:
+      return "copy_engine";
+  }
+}
 
 std::string describe(const BackendChoice& choice) {
   return std::string("backend: ") + backend_name(choice.backend) + "\nreason: " + choice.reason + "\n";
 }
 
-BackendFacts facts_of(const TransferRequest& request, bool capturing) {
+BackendFacts facts_of(const TransferRequest& request, const GpuFacts& gpu) {
   BackendFacts facts;
   facts.any_gpu = request.gpu_index >= 0;
   facts.indices_on_cpu = request.index_device == DeviceKind::kCpu;
-  facts.capturing = capturing;
+  facts.gpu = gpu;
   return facts;
 }
 
@@ -31,7 +42,7 @@ BackendChoice choose_backend(const char* op, const std::string& wanted, const Ba
   if (wanted == "cpu") {
     fail(op, "backend is 'cpu' but a tensor is on a GPU; it needs CPU tensors only (or backend='auto')");
   }
-  if (facts.indices_on_cpu && facts.capturing) {
+  if (facts.indices_on_cpu && facts.gpu.capturing) {
     fail(op,
          "dst_indices is on the CPU while the stream is being captured; a graph needs indices on the GPU, whose "
          "values it reads at replay");

@@ -1,4 +1,5 @@
-// Which backend serves a request: a pure function of facts, so that it can be tested and explained without a GPU.
+// Which backend serves a request: a pure function of facts and one table of rates, so that it can be tested and
+// explained without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +9,39 @@
 
 namespace kvio {
 
-enum class Backend : uint8_t { kCpu, kRegister };
+enum class Backend : uint8_t { kCpu, kRegister, kTma, kCopyEngine };
+constexpr int kNumGpuBackends = 3;  // register, tma, copy_engine, in this order in the table
+
+enum class Direction : uint8_t { kHostToDevice, kDeviceToHost, kDeviceToDevice, kHostToHost };
+
+// What `auto` is asked to favour: the rate, or the least disturbance of what runs beside the transfer.
+enum class Prefer : uint8_t { kThroughput, kQuiet };
 
 const char* backend_name(Backend backend);
+
+// What the caller knows about the GPU and its stream. All false/zero without one.
+struct GpuFacts {
+  int compute_major = 0;         // compute capability, 0 for no NVIDIA GPU
+  bool capturing = false;        // the caller's stream is being captured into a graph
+  bool legacy_stream = false;    // it is the legacy default stream
+  bool has_batch_call = false;   // the driver has the batched copy
+  bool has_tensor_maps = false;  // the driver can encode tensor maps
+};
 
 struct BackendFacts {
   bool any_gpu = false;  // a pool or the indices are on a GPU
   bool indices_on_cpu = false;
-  bool capturing = false;  // the caller's stream is being captured into a graph
+  Direction direction = Direction::kHostToHost;
+  GpuFacts gpu;
+  bool host_rows_apart =
+      false;  // rows of a page do not follow each other on the host side (or, device to device, on one)
+  int64_t row_bytes = 0;
+  int64_t run_bytes = 0;    // mean bytes of one run: counted with CPU indices, promised by page_size with GPU indices
+  int64_t num_entries = 0;  // copies a driver would be given, all buffers; 0 when the indices are on the GPU
+  int64_t payload_bytes = 0;
+  int64_t host_span_bytes = 0;        // of the largest host buffer
+  const char* tma_refusal = nullptr;  // why the tma backend cannot move these rows, null when it can
+  Prefer prefer = Prefer::kThroughput;
 };
 
 struct BackendChoice {
@@ -26,7 +52,7 @@ struct BackendChoice {
 // The first lines of what explain says.
 std::string describe(const BackendChoice& choice);
 
-BackendFacts facts_of(const TransferRequest& request, bool capturing);
+BackendFacts facts_of(const TransferRequest& request, const GpuFacts& gpu);
 
 // Throws when `wanted` is unknown or cannot serve the request, naming what is missing.
 BackendChoice choose_backend(const char* op, const std::string& wanted, const BackendFacts& facts);

@@ -248,7 +248,7 @@ void bind_plan(py::module_& m) {
         BackendFacts facts;
         facts.any_gpu = any_gpu;
         facts.indices_on_cpu = indices_on_cpu;
-        facts.capturing = capturing;
+        facts.gpu.capturing = capturing;
         const BackendChoice choice = choose_backend("transfer", wanted, facts);
         return std::make_pair(std::string(backend_name(choice.backend)), std::string(choice.reason));
       },
@@ -256,11 +256,13 @@ void bind_plan(py::module_& m) {
   m.def(
       "facts_of",
       [](const OwningRequest& r, bool capturing) {
-        const BackendFacts facts = facts_of(r.request, capturing);
+        GpuFacts gpu;
+        gpu.capturing = capturing;
+        const BackendFacts facts = facts_of(r.request, gpu);
         py::dict named;
         named["any_gpu"] = facts.any_gpu;
         named["indices_on_cpu"] = facts.indices_on_cpu;
-        named["capturing"] = facts.capturing;
+        named["capturing"] = facts.gpu.capturing;
         return named;
       },
       py::arg("request"), py::kw_only(), py::arg("capturing") = false);

@@ -25,6 +25,7 @@ SOURCES = (
     HERE / "bridge.cpp",
     CSRC / "request" / "request.cpp",
     CSRC / "plan" / "register_plan.cpp",
+    CSRC / "plan" / "tma_plan.cpp",
     CSRC / "request" / "pool_view.cpp",
     CSRC / "plan" / "backend.cpp",
     CSRC / "plan" / "copy_width.cpp",
