@@ -18,6 +18,15 @@ void* entry_point(const char* symbol, unsigned int version) {
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
 }
 
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+EncodeTiled encode_tiled() {
+  static const auto function = reinterpret_cast<EncodeTiled>(entry_point("cuTensorMapEncodeTiled", 12000));
+  return function;
+}
+
 }  // namespace
 
 HostRange query_host_range(const void* address) {
@@ -53,11 +62,28 @@ bool has_context(int device) {
   return get_state != nullptr && get_state(device, &flags, &active) == CUDA_SUCCESS && active != 0;
 }
 
+bool has_tensor_maps() { return encode_tiled() != nullptr; }
+
+bool encode_box_map(const BoxShape& shape, const void* base, void* map) {
+  constexpr int64_t kElement = 8;
+  const auto dim = [](int64_t value) { return static_cast<cuuint64_t>(value); };
+  const cuuint64_t dims[] = {dim(shape.piece_bytes / kElement), dim(shape.dims[0]), dim(shape.dims[1]),
+                             dim(shape.dims[2])};
+  const cuuint64_t strides[] = {dim(shape.strides[0]), dim(shape.strides[1]), dim(shape.strides[2])};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(shape.piece_bytes / kElement),
+                            static_cast<cuuint32_t>(shape.box[0]), static_cast<cuuint32_t>(shape.box[1]), 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  return encode_tiled()(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_INT64, 4, const_cast<void*>(base), dims,
+                        strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                        CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 std::vector<EntryPoint> entry_points() {
   std::vector<EntryPoint> points;
   for (const char* name : {"cuPointerGetAttributes", "cuDevicePrimaryCtxGetState"}) {
     points.push_back({name, entry_point(name, 7000) != nullptr});
   }
+  points.push_back({"cuTensorMapEncodeTiled", has_tensor_maps()});
   return points;
 }
 

@@ -20,6 +20,21 @@ HostRange query_host_range(const void* address);
 // True when some part of the process has made a context on `device`.
 bool has_context(int device);
 
+// A pool at a pitch, as a tensor map sees it: dims and byte strides of (piece, token, page), and the pieces and tokens
+// of one box, which lies inside one page.
+struct BoxShape {
+  int64_t piece_bytes;
+  int64_t dims[3];
+  int64_t strides[3];
+  int64_t box[2];
+};
+
+// Whether the driver can encode tensor maps.
+bool has_tensor_maps();
+
+// Writes the map of the pool at `base` into `map` (a CUtensorMap, 64-byte aligned). False when the driver refuses.
+bool encode_box_map(const BoxShape& shape, const void* base, void* map);
+
 struct EntryPoint {
   std::string name;
   bool found;

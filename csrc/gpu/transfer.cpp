@@ -13,20 +13,45 @@
 #include "gpu/platform.h"
 #include "gpu/stream.h"
 #include "gpu/transfer_register.h"
+#include "gpu/transfer_tma.h"
 #include "plan/register_plan.h"
 
 namespace kvio::gpu {
 namespace {
 
-int sm_count(const char* op, int device) {
-  static std::atomic<int> counts[kMaxDevices];
-  std::atomic<int>& known = counts[device];
-  int count = known.load(std::memory_order_relaxed);
-  if (count == 0) {
-    check(op, "reading the number of SMs", cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    known.store(count, std::memory_order_relaxed);
+// One attribute of every device, read once.
+class DeviceAttribute {
+ public:
+  constexpr explicit DeviceAttribute(cudaDeviceAttr attribute) : attribute_(attribute) {}
+
+  int of(const char* op, int device) {
+    std::atomic<int>& known = values_[device];
+    int value = known.load(std::memory_order_relaxed);
+    if (value == 0) {
+      check(op, "reading an attribute of the device", cudaDeviceGetAttribute(&value, attribute_, device));
+      known.store(value, std::memory_order_relaxed);
+    }
+    return value;
   }
-  return count;
+
+ private:
+  cudaDeviceAttr attribute_;
+  std::atomic<int> values_[kMaxDevices] = {};
+};
+
+int sm_count(const char* op, int device) {
+  static DeviceAttribute count(cudaDevAttrMultiProcessorCount);
+  return count.of(op, device);
+}
+
+GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
+  static DeviceAttribute major(cudaDevAttrComputeCapabilityMajor);
+  GpuFacts gpu;
+  gpu.compute_major = major.of(op, device);
+  gpu.capturing = capturing;
+  gpu.legacy_stream = stream == nullptr || stream == cudaStreamLegacy;
+  gpu.has_tensor_maps = has_tensor_maps();
+  return gpu;
 }
 
 // Puts device-usable addresses in place of host ones; throws on a host tensor that is not page-locked.
@@ -55,9 +80,8 @@ void transfer(TransferRequest* request) {
   const Stream stream = current_stream(op, device);
   const bool cpu_indices = request->index_device == DeviceKind::kCpu;
   const bool capturing = cpu_indices && !request->empty() && is_capturing(stream);
-  GpuFacts gpu;
-  gpu.capturing = capturing;
-  choose_backend(op, request->backend, facts_of(*request, gpu));
+  const GpuFacts gpu = gpu_facts(op, device, stream, capturing);
+  const BackendChoice choice = choose_backend(op, request->backend, facts_of(*request, gpu));
   if (request->empty()) return;
   translate_host_buffers(op, request);
 
@@ -65,7 +89,11 @@ void transfer(TransferRequest* request) {
   if (cpu_indices) indices = upload_indices(op, request, stream);
   for (const BufferGroup& group : request->groups) {
     if (group.dst.row_bytes() == 0) continue;
-    launch_register(*request, group, sm_count(op, device), device, stream);
+    if (choice.backend == Backend::kTma) {
+      launch_tma(*request, group, device, stream);
+    } else {
+      launch_register(*request, group, sm_count(op, device), device, stream);
+    }
   }
 }
 
@@ -99,25 +127,51 @@ void memcpy_batch(const MemcpyBatchRequest& request) {
   }
 }
 
+namespace {
+
+std::string describe_register(const TransferRequest& request, const BufferGroup& group, int device) {
+  const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);
+  const RegisterPlan plan = make_register_plan(request, group, range, sm_count("explain", device));
+  std::ostringstream text;
+  text << "launch: " << group.dst_base.size() << " buffers, " << plan.num_blocks << " CTAs, " << plan.package_bytes
+       << "-byte loads, " << plan.units << " units of " << plan.dst.piece_bytes << " bytes a buffer, "
+       << plan.units_per_item << " a warp, " << plan.split.lanes_per_unit << " lanes a unit with "
+       << plan.split.units_per_lane << "x" << plan.split.loads_per_unit << " loads in flight\n";
+  return text.str();
+}
+
+std::string describe_tma(const TransferRequest& request, const BufferGroup& group, int device) {
+  const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);
+  const TmaPlan plan = make_tma_plan(request, group, range, has_tensor_maps(), tma_policy("explain", device));
+  std::ostringstream text;
+  text << "launch: " << group.dst_base.size() << " buffers, " << plan.num_blocks << " CTAs, "
+       << plan.units_per_chunk * plan.unit_bytes << "-byte chunks, " << plan.stages << " stages, ";
+  if (plan.box_tokens > 0) {
+    text << "boxes of " << plan.box_tokens << " tokens";
+  } else {
+    text << "1-D bulk copies";
+  }
+  text << ", " << plan.store_warps << " store warps, " << plan.units << " units of " << plan.unit_bytes
+       << " bytes a buffer\n";
+  return text.str();
+}
+
+}  // namespace
+
 std::string explain(const TransferRequest& request) {
   constexpr const char* op = "explain";
-  const DeviceGuard guard(op, request.gpu_index);
-  const Stream stream = current_stream(op, request.gpu_index);
-  GpuFacts gpu;
-  gpu.capturing = is_capturing(stream);
+  const int device = request.gpu_index;
+  const DeviceGuard guard(op, device);
+  const Stream stream = current_stream(op, device);
+  const GpuFacts gpu = gpu_facts(op, device, stream, is_capturing(stream));
   const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, gpu));
-  std::ostringstream text;
-  text << describe(choice);
+  std::string text = describe(choice);
   for (const BufferGroup& group : request.groups) {
     if (group.dst.row_bytes() == 0 || request.num_indices == 0) continue;
-    const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);
-    const RegisterPlan plan = make_register_plan(request, group, range, sm_count(op, request.gpu_index));
-    text << "launch: " << group.dst_base.size() << " buffers, " << plan.num_blocks << " CTAs, " << plan.package_bytes
-         << "-byte loads, " << plan.units << " units of " << plan.dst.piece_bytes << " bytes a buffer, "
-         << plan.units_per_item << " a warp, " << plan.split.lanes_per_unit << " lanes a unit with "
-         << plan.split.units_per_lane << "x" << plan.split.loads_per_unit << " loads in flight\n";
+    text += choice.backend == Backend::kTma ? describe_tma(request, group, device)
+                                            : describe_register(request, group, device);
   }
-  return text.str();
+  return text;
 }
 
 int resolve_device(const char* op, int64_t device_index) {

@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "gpu/addressing.cuh"
 #include "gpu/fault.h"
 #include "gpu/fault_device.cuh"
 #include "gpu/primitives.cuh"
@@ -25,17 +26,6 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kMaxBuffers = kMaxBuffersPerLaunch;
 constexpr int kFewBuffers = 8;  // a one-layer call, whose launch need not carry kilobytes of parameters
-
-struct Side {
-  FastDivide page_slots;
-  int64_t page_stride;
-  int64_t token_stride;
-  int64_t piece_stride;
-  int64_t index_stride;  // elements
-  const void* indices;
-  int64_t num_entries;  // valid index values are 0 .. num_entries - 1
-  bool flat;
-};
 
 template <int kBuffers>
 struct Params {
@@ -76,20 +66,6 @@ __device__ __forceinline__ Item item_at(const P& p, uint32_t number) {
   return p.buffers_innermost ? Item{inner, outer * p.units_per_item} : Item{outer, inner * p.units_per_item};
 }
 
-__device__ __forceinline__ int64_t load_index(const Side& side, bool is_int64, uint32_t position) {
-  const int64_t at = position * side.index_stride;
-  return is_int64 ? static_cast<const int64_t*>(side.indices)[at] : static_cast<const int32_t*>(side.indices)[at];
-}
-
-// Byte offset of slot, piece in a pool.
-__device__ __forceinline__ int64_t offset_of(const Side& side, int64_t slot, uint32_t piece) {
-  const int64_t in_row = piece * side.piece_stride;
-  if (side.flat) return slot * side.token_stride + in_row;
-  const uint32_t page = side.page_slots.quotient(static_cast<uint32_t>(slot));
-  const uint32_t token = static_cast<uint32_t>(slot) - page * side.page_slots.divisor;
-  return page * side.page_stride + token * side.token_stride + in_row;
-}
-
 // One unit's index entries, fetched an item ahead of their use.
 struct UnitIndex {
   int64_t dst;
@@ -121,8 +97,8 @@ __device__ __forceinline__ Units locate(const P& p, const Item& item, const Unit
   if (lane >= units.count) return units;
   const uint32_t unit = item.first_unit + lane;
   const uint32_t position = p.units_per_index.quotient(unit);
-  const bool dst_ok = static_cast<uint64_t>(index.dst) < static_cast<uint64_t>(p.dst.num_entries);
-  const bool src_ok = static_cast<uint64_t>(index.src) < static_cast<uint64_t>(p.src.num_entries);
+  const bool dst_ok = is_inside(p.dst, index.dst);
+  const bool src_ok = is_inside(p.src, index.src);
   if (dst_ok && src_ok) {
     const uint32_t in_index = unit - position * p.units_per_index.divisor;
     const uint32_t token = p.pieces.quotient(in_index);
@@ -251,20 +227,6 @@ __global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_consta
     }
     if (!more) return;
   }
-}
-
-Side make_side(const PoolView& view, const IndexList& indices, int64_t first, int64_t slots_per_index) {
-  Side side{};
-  side.flat = view.is_flat();
-  side.page_slots = FastDivide(static_cast<uint32_t>(view.page_slots));
-  side.page_stride = view.page_stride;
-  side.token_stride = view.token_stride;
-  side.piece_stride = view.num_pieces > 1 ? view.piece_stride : 0;
-  side.index_stride = indices.stride;
-  const int64_t element = indices.is_int64 ? 8 : 4;
-  side.indices = static_cast<const char*>(indices.data) + first * indices.stride * element;
-  side.num_entries = view.slots / slots_per_index;
-  return side;
 }
 
 template <int kBuffers>

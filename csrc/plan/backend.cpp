@@ -1,6 +1,7 @@
 #include "plan/backend.h"
 
 #include "error.h"
+#include "plan/tma_plan.h"
 
 namespace kvio {
 
@@ -26,10 +27,16 @@ BackendFacts facts_of(const TransferRequest& request, const GpuFacts& gpu) {
   facts.any_gpu = request.gpu_index >= 0;
   facts.indices_on_cpu = request.index_device == DeviceKind::kCpu;
   facts.gpu = gpu;
+  facts.tma_refusal = tma_refusal(request);
   return facts;
 }
 
 BackendChoice choose_backend(const char* op, const std::string& wanted, const BackendFacts& facts) {
+  if (wanted == "tma" && facts.any_gpu) {
+    if (facts.tma_refusal != nullptr)
+      fail(op, "backend is 'tma' but ", facts.tma_refusal, "; it needs another backend");
+    return {Backend::kTma, "asked for by the caller"};
+  }
   if (wanted != "auto" && wanted != "register" && wanted != "cpu") {
     fail(op, "backend is '", wanted, "'; it needs 'auto', 'register' or 'cpu'");
   }

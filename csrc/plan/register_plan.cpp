@@ -3,35 +3,12 @@
 #include <algorithm>
 
 #include "plan/copy_width.h"
+#include "plan/units.h"
 
 namespace kvio {
 namespace {
 
 constexpr int64_t kMaxUnits = int64_t{1} << 30;
-
-// Whole pages whose rows are packed on both sides are one long row each.
-void join_pages(RegisterPlan* plan) {
-  const int64_t slots = plan->slots_per_index;
-  const auto joinable = [&](const PoolView& v) { return v.packed() && (v.is_flat() || v.page_slots % slots == 0); };
-  if (slots == 1 || !joinable(plan->dst) || !joinable(plan->src)) return;
-  if (plan->dst.piece_bytes > kMaxPieceBytes / slots) return;
-  for (PoolView* v : {&plan->dst, &plan->src}) {
-    v->slots /= slots;
-    v->piece_bytes *= slots;
-    v->piece_stride = v->piece_bytes;
-    if (v->is_flat()) {
-      v->token_stride *= slots;
-      v->page_stride = v->token_stride;
-    } else if (v->page_slots == slots) {
-      v->token_stride = v->page_stride;
-      v->page_slots = 1;
-    } else {
-      v->token_stride *= slots;
-      v->page_slots /= slots;
-    }
-  }
-  plan->slots_per_index = 1;
-}
 
 // Cuts a long contiguous piece into equal parts that several warps can share.
 void cut_long_pieces(RegisterPlan* plan, const RegisterPolicy& policy) {
@@ -43,21 +20,7 @@ void cut_long_pieces(RegisterPlan* plan, const RegisterPolicy& policy) {
   int64_t part = most;
   while (part > 1 && packages % part != 0) --part;
   if (part * 4 < most) return;  // only very short parts divide it: leave it whole
-  for (PoolView* v : {&plan->dst, &plan->src}) {
-    v->num_pieces = packages / part;
-    v->piece_bytes = part * plan->package_bytes;
-    v->piece_stride = v->piece_bytes;
-  }
-}
-
-// Buffers whose rows lie inside one another's pitch (page-first pools) are moved together.
-bool buffers_share_pages(const BufferGroup& group) {
-  const auto interleaved = [](const PoolView& v, const auto& bases) {
-    const int64_t pitch = v.is_flat() ? v.token_stride : v.page_stride;
-    return std::any_of(bases.begin() + 1, bases.end(),
-                       [&](const char* base) { return (base > bases[0] ? base - bases[0] : bases[0] - base) < pitch; });
-  };
-  return interleaved(group.dst, group.dst_base) || interleaved(group.src, group.src_base);
+  cut_piece(&plan->dst, &plan->src, packages / part);
 }
 
 }  // namespace
@@ -121,7 +84,7 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   plan.dst = group.dst;
   plan.src = group.src;
   plan.slots_per_index = request.slots_per_index;
-  join_pages(&plan);
+  join_pages(&plan.dst, &plan.src, &plan.slots_per_index);
   const uint64_t bits = address_bits(group);
   plan.package_bytes = copy_width(plan.dst, plan.src, bits);
   cut_long_pieces(&plan, policy);

@@ -26,6 +26,7 @@ SOURCES = (
     CSRC / "request" / "request.cpp",
     CSRC / "plan" / "register_plan.cpp",
     CSRC / "plan" / "tma_plan.cpp",
+    CSRC / "plan" / "units.cpp",
     CSRC / "request" / "pool_view.cpp",
     CSRC / "plan" / "backend.cpp",
     CSRC / "plan" / "copy_width.cpp",

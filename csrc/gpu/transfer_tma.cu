@@ -1,0 +1,555 @@
+// TMA ring: one warp loads, the others store. The loader brings chunks of up to 36 KiB of one buffer into a ring of
+// stages in shared memory by bulk copies; store warps write each stage out with 16-byte stores and release it.
+//
+// What shaped it (H200, PCIe gen5 x16):
+// * A load from page-locked host memory takes 1.3 us and more, so a CTA must keep some 190 KiB in flight: the whole
+// ring.
+//   Six stages of 32 KiB give 44 GB/s with one CTA, smaller rings less.
+// * A bulk copy costs the copy unit the more the shorter it is: 512-byte copies one at a time reach 2.5 GB/s. So rows
+//   that follow each other are one copy, found by the loader's lanes from the addresses alone (nothing depends on the
+//   promise), and rows of a pool at a pitch are one tensor-map box.
+// * The load side needs rows consecutive in the source only, the store side in the destination only: shared memory lies
+//   between them.
+// * Storing by bulk copies was measured slower to the device (37 against 44 GB/s with one CTA) and not faster to the
+//   host, so stores are ordinary ones.
+// * Indices of the next chunk are fetched before the loader waits for a free stage.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+#include "gpu/addressing.cuh"
+#include "gpu/bulk_copy.cuh"
+#include "gpu/driver.h"
+#include "gpu/fault.h"
+#include "gpu/fault_device.cuh"
+#include "gpu/primitives.cuh"
+#include "gpu/transfer_tma.h"
+#include "plan/register_plan.h"
+
+namespace kvio::gpu {
+namespace {
+
+constexpr int kMaxStoreWarps = 16;
+constexpr int kMaxThreads = 32 * (1 + kMaxStoreWarps);
+constexpr int kFewBuffers = 8;
+constexpr int kManyBuffers = kMaxBuffersPerLaunch;
+constexpr int kManyMaps = 64;  // of 128 bytes each, in the launch's parameters
+constexpr int kUnitsPerLane = 8;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+template <int kMaps>
+struct Maps {
+  CUtensorMap of_buffer[kMaps];
+};
+template <>
+struct Maps<0> {};
+
+template <int kBuffers, bool kBoxes>
+struct Params {
+  Maps<kBoxes ? kBuffers : 0> maps;
+  char* dst_base[kBuffers];
+  const char* src_base[kBuffers];
+  Side dst;
+  Side src;
+  FastDivide units_per_index;
+  FastDivide pieces;
+  FastDivide inner_chunks;       // chunks are numbered outer * inner + inner
+  FastDivide packages_per_unit;  // 16 bytes each
+  FaultRecord* fault;
+  int64_t first_position;  // of this launch in the caller's index lists
+  int64_t slots_per_index;
+  uint32_t num_units;  // of one buffer
+  uint32_t units_per_chunk;
+  uint32_t num_chunks;
+  uint32_t unit_bytes;
+  uint32_t stage_bytes;
+  uint32_t num_stages;
+  bool buffers_innermost;
+  bool is_int64;
+};
+
+// What the loader tells the store warps about a stage.
+struct StageInfo {
+  uint32_t units;
+  uint32_t one_stretch;  // 1 when all of them follow each other in the destination
+};
+
+// The dynamic shared memory: stages, destination addresses, infos, barriers.
+struct Ring {
+  char* rows;
+  char** dst;  // units_per_chunk addresses a stage, null for a unit that is not to be written
+  StageInfo* info;
+  Barrier* full;   // one arrival by the loader, and the bytes
+  Barrier* empty;  // one arrival a store warp
+};
+
+template <class P>
+__device__ __forceinline__ Ring ring_of(const P& p, char* shared) {
+  Ring ring;
+  ring.rows = shared;
+  ring.dst = reinterpret_cast<char**>(shared + p.num_stages * p.stage_bytes);
+  ring.info = reinterpret_cast<StageInfo*>(ring.dst + p.num_stages * p.units_per_chunk);
+  ring.full = reinterpret_cast<Barrier*>(ring.info + p.num_stages);
+  ring.empty = ring.full + p.num_stages;
+  return ring;
+}
+
+struct Chunk {
+  uint32_t buffer;
+  uint32_t first_unit;
+  uint32_t units;
+};
+
+template <class P>
+__device__ __forceinline__ Chunk chunk_at(const P& p, uint32_t number) {
+  const uint32_t outer = p.inner_chunks.quotient(number);
+  const uint32_t inner = number - outer * p.inner_chunks.divisor;
+  Chunk chunk;
+  chunk.buffer = p.buffers_innermost ? inner : outer;
+  chunk.first_unit = (p.buffers_innermost ? outer : inner) * p.units_per_chunk;
+  chunk.units = min(p.units_per_chunk, p.num_units - chunk.first_unit);
+  return chunk;
+}
+
+// Position in the ring: which stage, and the parity of the phase that it is in.
+struct Cursor {
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(uint32_t num_stages) {
+    if (++stage == num_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Index entries of a lane's units of one chunk: unit j * 32 + lane.
+struct Indices {
+  int64_t dst[kUnitsPerLane];
+  int64_t src[kUnitsPerLane];
+};
+
+template <class P>
+__device__ __forceinline__ void fetch_indices(const P& p, const Chunk& chunk, uint32_t lane, Indices& indices) {
+#pragma unroll
+  for (int j = 0; j < kUnitsPerLane; ++j) {
+    const uint32_t unit = j * 32 + lane;
+    if (unit >= chunk.units) continue;
+    const uint32_t position = p.units_per_index.quotient(chunk.first_unit + unit);
+    indices.dst[j] = load_index(p.dst, p.is_int64, position);
+    indices.src[j] = load_index(p.src, p.is_int64, position);
+  }
+}
+
+// Addresses of a lane's units, null where there is no unit or its index is outside its pool; and what all lanes know of
+// the chunk.
+struct Located {
+  const char* src[kUnitsPerLane];
+  char* dst[kUnitsPerLane];
+  uint32_t present;    // units that are to be moved
+  bool src_stretch;    // all units follow each other in the source
+  bool dst_stretch;    // in the destination
+  bool one_box;        // all units are the pieces of consecutive slots of one source page
+  uint32_t box_token;  // coordinates of that box
+  uint32_t box_page;
+};
+
+template <bool kBoxes, class P>
+__device__ __forceinline__ void locate(const P& p, const Chunk& chunk, const Indices& indices, uint32_t lane,
+                                       Located& out) {
+  bool src_follows = true;
+  bool dst_follows = true;
+  bool box_follows = true;
+  const char* src_end = nullptr;  // of the last unit of the 32 before
+  const char* dst_end = nullptr;
+  int64_t slot_end = -1;
+  out.present = 0;
+#pragma unroll
+  for (int j = 0; j < kUnitsPerLane; ++j) {
+    out.src[j] = nullptr;
+    out.dst[j] = nullptr;
+    if (j * 32 >= chunk.units) continue;
+    const uint32_t number = j * 32 + lane;
+    const bool is_unit = number < chunk.units;
+    int64_t slot_key = -2;  // counts pieces: consecutive units of consecutive slots differ by one
+    if (is_unit) {
+      const uint32_t unit = chunk.first_unit + number;
+      const uint32_t position = p.units_per_index.quotient(unit);
+      const bool dst_ok = is_inside(p.dst, indices.dst[j]);
+      const bool src_ok = is_inside(p.src, indices.src[j]);
+      if (dst_ok && src_ok) {
+        const uint32_t in_index = unit - position * p.units_per_index.divisor;
+        const uint32_t token = p.pieces.quotient(in_index);
+        const uint32_t piece = in_index - token * p.pieces.divisor;
+        const int64_t src_slot = indices.src[j] * p.slots_per_index + token;
+        out.dst[j] = p.dst_base[chunk.buffer] + offset_of(p.dst, indices.dst[j] * p.slots_per_index + token, piece);
+        out.src[j] = p.src_base[chunk.buffer] + offset_of(p.src, src_slot, piece);
+        slot_key = src_slot * p.pieces.divisor + piece;
+      } else if (!dst_ok) {
+        record_fault(p.fault, kFaultTransferDst, p.first_position + position, indices.dst[j], p.dst.num_entries);
+      } else {
+        record_fault(p.fault, kFaultTransferSrc, p.first_position + position, indices.src[j], p.src.num_entries);
+      }
+    }
+    __syncwarp();
+    out.present += __popc(__ballot_sync(kAllLanes, out.src[j] != nullptr));
+    const uint32_t before = lane > 0 ? lane - 1 : 0;
+    const char* src_before = shuffle_pointer(out.src[j] + p.unit_bytes, before);
+    const char* dst_before = shuffle_pointer(out.dst[j] + p.unit_bytes, before);
+    if (lane == 0) {
+      src_before = src_end;
+      dst_before = dst_end;
+    }
+    const bool is_first = number == 0;
+    if (is_unit && !is_first) {
+      src_follows = src_follows && out.src[j] == src_before;
+      dst_follows = dst_follows && out.dst[j] == dst_before;
+    }
+    src_end = shuffle_pointer(out.src[j] + p.unit_bytes, 31);
+    dst_end = shuffle_pointer(out.dst[j] + p.unit_bytes, 31);
+    if constexpr (kBoxes) {
+      const int64_t key_before = __shfl_sync(kAllLanes, slot_key, static_cast<int>(before));
+      if (is_unit && !is_first) box_follows = box_follows && slot_key == (lane == 0 ? slot_end : key_before) + 1;
+      slot_end = __shfl_sync(kAllLanes, slot_key, 31);
+      if (j == 0) {
+        const int64_t first_slot = __shfl_sync(kAllLanes, slot_key, 0) / static_cast<int64_t>(p.pieces.divisor);
+        out.box_page = p.src.flat ? 0 : p.src.page_slots.quotient(static_cast<uint32_t>(first_slot));
+        out.box_token = static_cast<uint32_t>(first_slot) - out.box_page * p.src.page_slots.divisor;
+      }
+    }
+  }
+  const bool all_present = out.present == chunk.units;
+  out.src_stretch = __all_sync(kAllLanes, src_follows) && all_present;
+  out.dst_stretch = __all_sync(kAllLanes, dst_follows) && all_present;
+  if constexpr (kBoxes) {
+    // A box must not run into the next page.
+    const uint32_t tokens = p.pieces.quotient(chunk.units);
+    const bool in_page = p.src.flat || out.box_token + tokens <= p.src.page_slots.divisor;
+    out.one_box = __all_sync(kAllLanes, box_follows) && all_present && chunk.units == p.units_per_chunk && in_page;
+  }
+}
+
+// Bulk copies of a chunk whose units do not all follow each other: one a run, each issued by the lane that holds the
+// run's first unit; a run that may go on in the next 32 units is held back until its end is known.
+template <class P>
+__device__ __forceinline__ void load_runs(const P& p, const Chunk& chunk, const Located& located, uint32_t lane,
+                                          char* stage, Barrier* full) {
+  const char* held_src = nullptr;  // the same in all lanes
+  uint32_t held_first = 0;
+  uint32_t held_units = 0;
+  const auto issue_held = [&] {
+    if (lane == 0 && held_units > 0) {
+      bulk_load(stage + held_first * p.unit_bytes, held_src, held_units * p.unit_bytes, full);
+    }
+    held_units = 0;
+  };
+#pragma unroll
+  for (int j = 0; j < kUnitsPerLane; ++j) {
+    if (j * 32 >= chunk.units) continue;
+    const char* src = located.src[j];
+    const char* before = shuffle_pointer(src + p.unit_bytes, lane > 0 ? lane - 1 : 0);
+    if (lane == 0) before = held_units > 0 ? held_src + held_units * p.unit_bytes : nullptr;
+    const bool follows = src != nullptr && src == before;
+    const uint32_t going_on = __ballot_sync(kAllLanes, follows);
+    const uint32_t starting = __ballot_sync(kAllLanes, src != nullptr && !follows);
+    const uint32_t front = going_on == kAllLanes ? 32 : __ffs(~going_on) - 1;
+    held_units += front;
+    if (front < 32) issue_held();
+    // Units of the run that starts at this lane: itself and those after it that go on.
+    const uint32_t after = lane < 31 ? going_on >> (lane + 1) : 0;
+    const uint32_t units = 1 + __ffs(~after) - 1;
+    const bool starts = (starting >> lane & 1) != 0;
+    const bool may_go_on = starts && lane + units == 32;
+    if (starts && !may_go_on) {
+      bulk_load(stage + (j * 32 + lane) * p.unit_bytes, src, units * p.unit_bytes, full);
+    }
+    const uint32_t last = __ballot_sync(kAllLanes, may_go_on);
+    if (last != 0) {
+      const uint32_t from = __ffs(last) - 1;
+      held_src = shuffle_pointer(src, from);
+      held_first = j * 32 + from;
+      held_units = 32 - from;
+    }
+  }
+  issue_held();
+}
+
+template <bool kBoxes, class P>
+__device__ __forceinline__ void load_chunk(const P& p, const Chunk& chunk, const Located& located, uint32_t lane,
+                                           char* stage, Barrier* full) {
+  if (located.src_stretch) {
+    if (lane == 0) bulk_load(stage, located.src[0], chunk.units * p.unit_bytes, full);
+    return;
+  }
+  if constexpr (kBoxes) {
+    if (located.one_box) {
+      if (lane == 0) box_load(stage, &p.maps.of_buffer[chunk.buffer], located.box_token, located.box_page, full);
+      return;
+    }
+  }
+  load_runs(p, chunk, located, lane, stage, full);
+}
+
+template <bool kBoxes, class P>
+__device__ __forceinline__ void run_loader(const P& p, const Ring& ring, uint32_t lane) {
+  Cursor cursor;
+  uint32_t number = blockIdx.x;
+  Chunk chunk = chunk_at(p, number);
+  Indices indices;
+  fetch_indices(p, chunk, lane, indices);
+  while (true) {
+    Located located;
+    locate<kBoxes>(p, chunk, indices, lane, located);
+    const Chunk current = chunk;
+    number += gridDim.x;
+    const bool more = number < p.num_chunks;
+    if (more) {
+      chunk = chunk_at(p, number);
+      fetch_indices(p, chunk, lane, indices);
+    }
+    wait(&ring.empty[cursor.stage], cursor.parity ^ 1);
+    char** dst = ring.dst + cursor.stage * p.units_per_chunk;
+#pragma unroll
+    for (int j = 0; j < kUnitsPerLane; ++j) {
+      if (j * 32 + lane < current.units) dst[j * 32 + lane] = located.dst[j];
+    }
+    if (lane == 0) ring.info[cursor.stage] = {current.units, located.dst_stretch ? 1u : 0u};
+    __syncwarp();
+    if (lane == 0) arrive_expecting(&ring.full[cursor.stage], located.present * p.unit_bytes);
+    __syncwarp();
+    load_chunk<kBoxes>(p, current, located, lane, ring.rows + cursor.stage * p.stage_bytes, &ring.full[cursor.stage]);
+    if (!more) return;
+    cursor.advance(p.num_stages);
+  }
+}
+
+constexpr uint32_t kStoresAtOnce = 4;
+
+// All packages of a stage to one stretch of memory.
+__device__ __forceinline__ void store_stretch(char* dst, const char* rows, uint32_t packages, uint32_t thread,
+                                              uint32_t threads) {
+  const uint4* from = reinterpret_cast<const uint4*>(rows);
+  uint4* to = reinterpret_cast<uint4*>(dst);
+  uint32_t at = thread;
+  for (; at + (kStoresAtOnce - 1) * threads < packages; at += kStoresAtOnce * threads) {
+    uint4 held[kStoresAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kStoresAtOnce; ++k) held[k] = from[at + k * threads];
+#pragma unroll
+    for (uint32_t k = 0; k < kStoresAtOnce; ++k) store_once(to + at + k * threads, held[k]);
+  }
+  for (; at < packages; at += threads) store_once(to + at, from[at]);
+}
+
+// Each unit to its own address; those with none stay.
+template <class P>
+__device__ __forceinline__ void store_units(const P& p, char* const* dst, const char* rows, uint32_t packages,
+                                            uint32_t thread, uint32_t threads) {
+  const uint4* from = reinterpret_cast<const uint4*>(rows);
+  for (uint32_t at = thread; at < packages; at += kStoresAtOnce * threads) {
+    uint4 held[kStoresAtOnce];
+    char* to[kStoresAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kStoresAtOnce; ++k) {
+      const uint32_t package = at + k * threads;
+      to[k] = nullptr;
+      if (package >= packages) continue;
+      const uint32_t unit = p.packages_per_unit.quotient(package);
+      char* base = dst[unit];
+      if (base == nullptr) continue;
+      to[k] = base + (package - unit * p.packages_per_unit.divisor) * 16;
+      held[k] = from[package];
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < kStoresAtOnce; ++k) {
+      if (to[k] != nullptr) store_once(to[k], held[k]);
+    }
+  }
+}
+
+template <class P>
+__device__ __forceinline__ void run_storer(const P& p, const Ring& ring, uint32_t thread, uint32_t threads) {
+  Cursor cursor;
+  for (uint32_t number = blockIdx.x; number < p.num_chunks; number += gridDim.x) {
+    wait(&ring.full[cursor.stage], cursor.parity);
+    const StageInfo info = ring.info[cursor.stage];
+    const char* rows = ring.rows + cursor.stage * p.stage_bytes;
+    char* const* dst = ring.dst + cursor.stage * p.units_per_chunk;
+    const uint32_t packages = info.units * p.packages_per_unit.divisor;
+    if (info.one_stretch != 0) {
+      store_stretch(dst[0], rows, packages, thread, threads);
+    } else {
+      store_units(p, dst, rows, packages, thread, threads);
+    }
+    __syncwarp();
+    if (thread % 32 == 0) arrive(&ring.empty[cursor.stage]);
+    cursor.advance(p.num_stages);
+  }
+}
+
+template <int kBuffers, bool kBoxes>
+__global__ void __launch_bounds__(kMaxThreads, 1) tma_copy(const __grid_constant__ Params<kBuffers, kBoxes> p) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) char shared[];
+  const Ring ring = ring_of(p, shared);
+  const uint32_t store_warps = blockDim.x / 32 - 1;
+  if (threadIdx.x == 0) {
+    for (uint32_t stage = 0; stage < p.num_stages; ++stage) {
+      init_barrier(&ring.full[stage], 1);
+      init_barrier(&ring.empty[stage], store_warps);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    run_loader<kBoxes>(p, ring, threadIdx.x);
+  } else {
+    run_storer(p, ring, threadIdx.x - 32, store_warps * 32);
+  }
+#endif
+}
+
+// ---- launching ------------------------------------------------------------------------------------------------------
+
+template <int kBuffers, bool kBoxes>
+bool encode_maps(const TmaPlan& plan, Params<kBuffers, kBoxes>* p, size_t count) {
+  if constexpr (kBoxes) {
+    const PoolView& src = plan.src;
+    const int64_t tokens = src.is_flat() ? src.slots : src.page_slots;
+    const BoxShape shape{src.piece_bytes,
+                         {src.num_pieces, tokens, src.slots / tokens},
+                         {src.num_pieces > 1 ? src.piece_stride : src.token_stride, src.token_stride, src.page_stride},
+                         {src.num_pieces, plan.box_tokens}};
+    for (size_t b = 0; b < count; ++b) {
+      if (!encode_box_map(shape, p->src_base[b], &p->maps.of_buffer[b])) return false;
+    }
+  }
+  return true;
+}
+
+// A kernel may use the device's whole shared memory once it has been told so, on every device.
+void allow_shared_memory(const void* kernel, int device, int bytes, std::atomic<bool>* allowed) {
+  if (allowed[device].load(std::memory_order_acquire)) return;
+  check("transfer", "raising the tma kernel's shared memory",
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allowed[device].store(true, std::memory_order_release);
+}
+
+struct Launch {
+  const TransferRequest& request;
+  const BufferGroup& group;
+  const TmaPlan& plan;
+  int64_t first;  // index position
+  size_t first_buffer;
+  size_t count;
+  FaultRecord* fault;
+  int device;
+  int shared_limit;
+  Stream stream;
+};
+
+// False when the driver cannot encode the boxes' maps; nothing was launched then.
+template <int kBuffers, bool kBoxes>
+bool launch_buffers(const Launch& launch) {
+  const TmaPlan& plan = launch.plan;
+  const size_t count = launch.count;
+  alignas(64) Params<kBuffers, kBoxes> p;
+  for (size_t b = 0; b < count; ++b) {
+    p.dst_base[b] = launch.group.dst_base[launch.first_buffer + b];
+    p.src_base[b] = launch.group.src_base[launch.first_buffer + b];
+  }
+  if (!encode_maps(plan, &p, count)) return false;
+  p.dst = make_side(plan.dst, launch.request.dst_indices, launch.first, plan.slots_per_index);
+  p.src = make_side(plan.src, launch.request.src_indices, launch.first, plan.slots_per_index);
+  p.pieces = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces));
+  p.units_per_index = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces * plan.slots_per_index));
+  p.packages_per_unit = FastDivide(static_cast<uint32_t>(plan.unit_bytes / 16));
+  p.fault = launch.fault;
+  p.first_position = launch.first;
+  p.slots_per_index = plan.slots_per_index;
+  p.num_units = static_cast<uint32_t>(plan.units);
+  p.units_per_chunk = static_cast<uint32_t>(plan.units_per_chunk);
+  const uint32_t chunks_per_buffer = (p.num_units + p.units_per_chunk - 1) / p.units_per_chunk;
+  p.num_chunks = chunks_per_buffer * static_cast<uint32_t>(count);
+  p.inner_chunks = FastDivide(plan.buffers_innermost ? static_cast<uint32_t>(count) : chunks_per_buffer);
+  p.unit_bytes = static_cast<uint32_t>(plan.unit_bytes);
+  p.stage_bytes = static_cast<uint32_t>(plan.stage_bytes);
+  p.num_stages = static_cast<uint32_t>(plan.stages);
+  p.buffers_innermost = plan.buffers_innermost;
+  p.is_int64 = launch.request.dst_indices.is_int64;
+
+  static std::atomic<bool> allowed[kMaxDevices];
+  const void* kernel = reinterpret_cast<const void*>(tma_copy<kBuffers, kBoxes>);
+  allow_shared_memory(kernel, launch.device, launch.shared_limit, allowed);
+  const int64_t shared = plan.stages * (plan.stage_bytes + tma_stage_overhead(plan.units_per_chunk));
+  const int64_t blocks = std::min<int64_t>(plan.num_blocks, p.num_chunks);
+  void* arguments[] = {&p};
+  const Error launched = cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)),
+                                          dim3(static_cast<unsigned>(32 * (1 + plan.store_warps))), arguments,
+                                          static_cast<size_t>(shared), launch.stream);
+  check("transfer", "launching the tma kernel", launched);
+  return true;
+}
+
+int shared_limit(const char* op, int device) {
+  static std::atomic<int> limits[kMaxDevices];
+  std::atomic<int>& known = limits[device];
+  int limit = known.load(std::memory_order_relaxed);
+  if (limit == 0) {
+    check(op, "reading the shared memory of a block",
+          cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    known.store(limit, std::memory_order_relaxed);
+  }
+  return limit;
+}
+
+bool launch_range(const TransferRequest& request, const BufferGroup& group, const TmaPlan& plan, int64_t first,
+                  int device, Stream stream) {
+  const size_t buffers = group.dst_base.size();
+  const size_t most = plan.box_tokens > 0 ? kManyMaps : kManyBuffers;
+  for (size_t b = 0; b < buffers; b += most) {
+    const size_t count = std::min(most, buffers - b);
+    const Launch launch{request,
+                        group,
+                        plan,
+                        first,
+                        b,
+                        count,
+                        fault_record("transfer", device),
+                        device,
+                        shared_limit("transfer", device),
+                        stream};
+    const bool few = count <= kFewBuffers;
+    if (plan.box_tokens == 0) {
+      few ? launch_buffers<kFewBuffers, false>(launch) : launch_buffers<kManyBuffers, false>(launch);
+    } else if (!(few ? launch_buffers<kFewBuffers, true>(launch) : launch_buffers<kManyMaps, true>(launch))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+TmaPolicy tma_policy(const char* op, int device) {
+  TmaPolicy policy;
+  policy.shared_bytes = shared_limit(op, device) - 1024;
+  return policy;
+}
+
+void launch_tma(const TransferRequest& request, const BufferGroup& group, int device, Stream stream) {
+  const TmaPolicy policy = tma_policy("transfer", device);
+  const int64_t step = max_indices_per_launch(request, group);
+  for (int64_t first = 0; first < request.num_indices; first += step) {
+    const int64_t range = std::min(step, request.num_indices - first);
+    const TmaPlan plan = make_tma_plan(request, group, range, has_tensor_maps(), policy);
+    if (launch_range(request, group, plan, first, device, stream)) continue;
+    // The first group of buffers is refused or none is: all have the same strides.
+    const TmaPlan rows = make_tma_plan(request, group, range, false, policy);
+    launch_range(request, group, rows, first, device, stream);
+  }
+}
+
+}  // namespace kvio::gpu
