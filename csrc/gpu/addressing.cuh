@@ -39,6 +39,25 @@ __device__ __forceinline__ int64_t load_index(const Side& side, bool is_int64, u
   return is_int64 ? static_cast<const int64_t*>(side.indices)[at] : static_cast<const int32_t*>(side.indices)[at];
 }
 
+// An index entry as it was loaded, widened only when it is used: widening at once would wait for the load.
+struct IndexWords {
+  uint32_t low;
+  uint32_t high;
+
+  __device__ __forceinline__ int64_t value(bool is_int64) const {
+    if (!is_int64) return static_cast<int32_t>(low);
+    return static_cast<int64_t>(uint64_t{high} << 32 | low);
+  }
+};
+
+// Starts loading the entry at `position`, if `wanted`; else `words` stays.
+__device__ __forceinline__ void load_index_if(bool wanted, const Side& side, bool is_int64, uint32_t position,
+                                              IndexWords& words) {
+  const int64_t at = position * side.index_stride * (is_int64 ? 8 : 4);
+  load_words_if(wanted && is_int64, wanted && !is_int64, words.low, words.high,
+                static_cast<const char*>(side.indices) + at);
+}
+
 // Whether `index` names an entry of the pool.
 __device__ __forceinline__ bool is_inside(const Side& side, int64_t index) {
   return static_cast<uint64_t>(index) < static_cast<uint64_t>(side.num_entries);

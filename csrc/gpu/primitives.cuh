@@ -64,6 +64,17 @@ __device__ __forceinline__ void load_once_if(bool wanted, T& value, const void* 
   }
 }
 
+// Starts loading two words if `two`, one if `one`; words not loaded stay. For values that are used much later.
+__device__ __forceinline__ void load_words_if(bool two, bool one, uint32_t& low, uint32_t& high, const void* address) {
+  const int both = two;
+  const int single = one;
+  asm volatile(
+      "{\n .reg .pred p, q;\n setp.ne.b32 p, %3, 0;\n setp.ne.b32 q, %4, 0;\n @p ld.global.v2.u32 {%0, %1}, [%2];\n"
+      " @q ld.global.u32 %0, [%2];\n}"
+      : "+r"(low), "+r"(high)
+      : "l"(address), "r"(both), "r"(single));
+}
+
 template <class T>
 __device__ __forceinline__ void store_once(void* address, const T& value) {
   if constexpr (sizeof(T) == 16) {

@@ -151,8 +151,8 @@ std::string describe_tma(const TransferRequest& request, const BufferGroup& grou
   } else {
     text << "1-D bulk copies";
   }
-  text << ", " << plan.store_warps << " store warps, " << plan.units << " units of " << plan.unit_bytes
-       << " bytes a buffer\n";
+  text << ", " << plan.loaders << " load and " << plan.store_warps << " store warps, " << plan.units << " units of "
+       << plan.unit_bytes << " bytes a buffer\n";
   return text.str();
 }
 

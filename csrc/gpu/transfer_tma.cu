@@ -1,5 +1,5 @@
-// TMA ring: one warp loads, the others store. The loader brings chunks of up to 36 KiB of one buffer into a ring of
-// stages in shared memory by bulk copies; store warps write each stage out with 16-byte stores and release it.
+// TMA ring: a few warps load, the others store. A loader brings a chunk of up to 36 KiB of one buffer into a stage of a
+// ring in shared memory by bulk copies; the store warps write each stage out with 16-byte stores and release it.
 //
 // What shaped it (H200, PCIe gen5 x16):
 // * A load from page-locked host memory takes 1.3 us and more, so a CTA must keep some 190 KiB in flight: the whole
@@ -12,7 +12,10 @@
 //   between them.
 // * Storing by bulk copies was measured slower to the device (37 against 44 GB/s with one CTA) and not faster to the
 //   host, so stores are ordinary ones.
-// * Indices of the next chunk are fetched before the loader waits for a free stage.
+// * Working out the addresses of a chunk takes a warp about 1.3 us, a chunk of 32 KiB at 44 GB/s 0.7 us: one loader
+// warp
+//   held a CTA at 20 GB/s (512-byte rows) to 29 (1152). So loaders take chunks in turn.
+// * A loader fetches the indices of its next chunk before it waits for a free stage, and uses them only after.
 
 #include <algorithm>
 #include <atomic>
@@ -30,8 +33,7 @@
 namespace kvio::gpu {
 namespace {
 
-constexpr int kMaxStoreWarps = 16;
-constexpr int kMaxThreads = 32 * (1 + kMaxStoreWarps);
+constexpr int kMaxThreads = 32 * (kTmaMaxLoaders + kTmaMaxStoreWarps);
 constexpr int kFewBuffers = 8;
 constexpr int kManyBuffers = kMaxBuffersPerLaunch;
 constexpr int kManyMaps = 64;  // of 128 bytes each, in the launch's parameters
@@ -65,6 +67,7 @@ struct Params {
   uint32_t unit_bytes;
   uint32_t stage_bytes;
   uint32_t num_stages;
+  uint32_t num_loaders;
   bool buffers_innermost;
   bool is_int64;
 };
@@ -114,32 +117,34 @@ __device__ __forceinline__ Chunk chunk_at(const P& p, uint32_t number) {
 
 // Position in the ring: which stage, and the parity of the phase that it is in.
 struct Cursor {
-  uint32_t stage = 0;
-  uint32_t parity = 0;
+  uint32_t stage;
+  uint32_t parity;
 
-  __device__ __forceinline__ void advance(uint32_t num_stages) {
-    if (++stage == num_stages) {
-      stage = 0;
+  __device__ __forceinline__ void advance(uint32_t steps, uint32_t num_stages) {
+    stage += steps;
+    if (stage >= num_stages) {
+      stage -= num_stages;
       parity ^= 1;
     }
   }
 };
 
-// Index entries of a lane's units of one chunk: unit j * 32 + lane.
+// Index entries of a lane's units of one chunk, unit j * 32 + lane, as they were loaded: touching one waits for it.
 struct Indices {
-  int64_t dst[kUnitsPerLane];
-  int64_t src[kUnitsPerLane];
+  IndexWords dst[kUnitsPerLane];
+  IndexWords src[kUnitsPerLane];
 };
 
 template <class P>
 __device__ __forceinline__ void fetch_indices(const P& p, const Chunk& chunk, uint32_t lane, Indices& indices) {
 #pragma unroll
   for (int j = 0; j < kUnitsPerLane; ++j) {
+    if (j * 32 >= chunk.units) return;
     const uint32_t unit = j * 32 + lane;
-    if (unit >= chunk.units) continue;
+    const bool wanted = unit < chunk.units;
     const uint32_t position = p.units_per_index.quotient(chunk.first_unit + unit);
-    indices.dst[j] = load_index(p.dst, p.is_int64, position);
-    indices.src[j] = load_index(p.src, p.is_int64, position);
+    load_index_if(wanted, p.dst, p.is_int64, position, indices.dst[j]);
+    load_index_if(wanted, p.src, p.is_int64, position, indices.src[j]);
   }
 }
 
@@ -177,20 +182,22 @@ __device__ __forceinline__ void locate(const P& p, const Chunk& chunk, const Ind
     if (is_unit) {
       const uint32_t unit = chunk.first_unit + number;
       const uint32_t position = p.units_per_index.quotient(unit);
-      const bool dst_ok = is_inside(p.dst, indices.dst[j]);
-      const bool src_ok = is_inside(p.src, indices.src[j]);
+      const int64_t dst_index = indices.dst[j].value(p.is_int64);
+      const int64_t src_index = indices.src[j].value(p.is_int64);
+      const bool dst_ok = is_inside(p.dst, dst_index);
+      const bool src_ok = is_inside(p.src, src_index);
       if (dst_ok && src_ok) {
         const uint32_t in_index = unit - position * p.units_per_index.divisor;
         const uint32_t token = p.pieces.quotient(in_index);
         const uint32_t piece = in_index - token * p.pieces.divisor;
-        const int64_t src_slot = indices.src[j] * p.slots_per_index + token;
-        out.dst[j] = p.dst_base[chunk.buffer] + offset_of(p.dst, indices.dst[j] * p.slots_per_index + token, piece);
+        const int64_t src_slot = src_index * p.slots_per_index + token;
+        out.dst[j] = p.dst_base[chunk.buffer] + offset_of(p.dst, dst_index * p.slots_per_index + token, piece);
         out.src[j] = p.src_base[chunk.buffer] + offset_of(p.src, src_slot, piece);
         slot_key = src_slot * p.pieces.divisor + piece;
       } else if (!dst_ok) {
-        record_fault(p.fault, kFaultTransferDst, p.first_position + position, indices.dst[j], p.dst.num_entries);
+        record_fault(p.fault, kFaultTransferDst, p.first_position + position, dst_index, p.dst.num_entries);
       } else {
-        record_fault(p.fault, kFaultTransferSrc, p.first_position + position, indices.src[j], p.src.num_entries);
+        record_fault(p.fault, kFaultTransferSrc, p.first_position + position, src_index, p.src.num_entries);
       }
     }
     __syncwarp();
@@ -292,18 +299,21 @@ __device__ __forceinline__ void load_chunk(const P& p, const Chunk& chunk, const
   load_runs(p, chunk, located, lane, stage, full);
 }
 
+// Loader `loader` takes chunks loader, loader + num_loaders, ... of its CTA. The ring has no fewer stages than loaders,
+// so that none can be two phases ahead of a stage.
 template <bool kBoxes, class P>
-__device__ __forceinline__ void run_loader(const P& p, const Ring& ring, uint32_t lane) {
-  Cursor cursor;
-  uint32_t number = blockIdx.x;
+__device__ __forceinline__ void run_loader(const P& p, const Ring& ring, uint32_t loader, uint32_t lane) {
+  uint32_t number = blockIdx.x + loader * gridDim.x;
+  if (number >= p.num_chunks) return;
+  Cursor cursor{loader, 0};
   Chunk chunk = chunk_at(p, number);
-  Indices indices;
+  Indices indices = {};
   fetch_indices(p, chunk, lane, indices);
   while (true) {
     Located located;
     locate<kBoxes>(p, chunk, indices, lane, located);
     const Chunk current = chunk;
-    number += gridDim.x;
+    number += p.num_loaders * gridDim.x;
     const bool more = number < p.num_chunks;
     if (more) {
       chunk = chunk_at(p, number);
@@ -321,7 +331,7 @@ __device__ __forceinline__ void run_loader(const P& p, const Ring& ring, uint32_
     __syncwarp();
     load_chunk<kBoxes>(p, current, located, lane, ring.rows + cursor.stage * p.stage_bytes, &ring.full[cursor.stage]);
     if (!more) return;
-    cursor.advance(p.num_stages);
+    cursor.advance(p.num_loaders, p.num_stages);
   }
 }
 
@@ -371,7 +381,7 @@ __device__ __forceinline__ void store_units(const P& p, char* const* dst, const 
 
 template <class P>
 __device__ __forceinline__ void run_storer(const P& p, const Ring& ring, uint32_t thread, uint32_t threads) {
-  Cursor cursor;
+  Cursor cursor{0, 0};
   for (uint32_t number = blockIdx.x; number < p.num_chunks; number += gridDim.x) {
     wait(&ring.full[cursor.stage], cursor.parity);
     const StageInfo info = ring.info[cursor.stage];
@@ -385,7 +395,7 @@ __device__ __forceinline__ void run_storer(const P& p, const Ring& ring, uint32_
     }
     __syncwarp();
     if (thread % 32 == 0) arrive(&ring.empty[cursor.stage]);
-    cursor.advance(p.num_stages);
+    cursor.advance(1, p.num_stages);
   }
 }
 
@@ -394,7 +404,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) tma_copy(const __grid_constant
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) char shared[];
   const Ring ring = ring_of(p, shared);
-  const uint32_t store_warps = blockDim.x / 32 - 1;
+  const uint32_t warp = threadIdx.x / 32;
+  const uint32_t store_warps = blockDim.x / 32 - p.num_loaders;
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < p.num_stages; ++stage) {
       init_barrier(&ring.full[stage], 1);
@@ -403,10 +414,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1) tma_copy(const __grid_constant
     publish_barriers();
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    run_loader<kBoxes>(p, ring, threadIdx.x);
+  if (warp < p.num_loaders) {
+    run_loader<kBoxes>(p, ring, warp, threadIdx.x % 32);
   } else {
-    run_storer(p, ring, threadIdx.x - 32, store_warps * 32);
+    run_storer(p, ring, threadIdx.x - p.num_loaders * 32, store_warps * 32);
   }
 #endif
 }
@@ -477,6 +488,7 @@ bool launch_buffers(const Launch& launch) {
   p.unit_bytes = static_cast<uint32_t>(plan.unit_bytes);
   p.stage_bytes = static_cast<uint32_t>(plan.stage_bytes);
   p.num_stages = static_cast<uint32_t>(plan.stages);
+  p.num_loaders = static_cast<uint32_t>(plan.loaders);
   p.buffers_innermost = plan.buffers_innermost;
   p.is_int64 = launch.request.dst_indices.is_int64;
 
@@ -487,8 +499,8 @@ bool launch_buffers(const Launch& launch) {
   const int64_t blocks = std::min<int64_t>(plan.num_blocks, p.num_chunks);
   void* arguments[] = {&p};
   const Error launched = cudaLaunchKernel(kernel, dim3(static_cast<unsigned>(blocks)),
-                                          dim3(static_cast<unsigned>(32 * (1 + plan.store_warps))), arguments,
-                                          static_cast<size_t>(shared), launch.stream);
+                                          dim3(static_cast<unsigned>(32 * (plan.loaders + plan.store_warps))),
+                                          arguments, static_cast<size_t>(shared), launch.stream);
   check("transfer", "launching the tma kernel", launched);
   return true;
 }

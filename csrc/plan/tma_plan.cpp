@@ -131,6 +131,7 @@ TmaPlan make_tma_plan(const TransferRequest& request, const BufferGroup& group, 
   plan.stage_bytes = (rows + kBoxBytes - 1) / kBoxBytes * kBoxBytes;
   const int64_t fit = policy.shared_bytes / (plan.stage_bytes + tma_stage_overhead(plan.units_per_chunk));
   plan.stages = std::min(policy.max_stages, fit);
+  plan.loaders = std::min(kTmaMaxLoaders, plan.stages);
   plan.store_warps = request.dst_device == DeviceKind::kCpu ? policy.store_warps_to_host : policy.store_warps_to_device;
   return plan;
 }

@@ -7,6 +7,9 @@
 
 namespace kvio {
 
+constexpr int64_t kTmaMaxLoaders = 4;  // warps
+constexpr int64_t kTmaMaxStoreWarps = 12;
+
 // Tunables, measured on an H200. One CTA keeps its whole ring in flight: at 1.3 us and more a load from host memory
 // that is what 44 GB/s from one CTA takes.
 struct TmaPolicy {
@@ -17,7 +20,7 @@ struct TmaPolicy {
   int64_t shared_bytes = 232448 - 1024;  // a CTA's on sm_90 and later, less what the kernel has of its own
   int64_t max_stages = 24;
   int64_t store_warps_to_device = 8;
-  int64_t store_warps_to_host = 16;
+  int64_t store_warps_to_host = 8;
   int64_t blocks = 2;        // fill a link with runs of 8 KiB and more
   int64_t blocks_boxes = 3;  // with boxes of a pool whose rows are apart
 };
@@ -35,6 +38,7 @@ struct TmaPlan {
   int64_t box_tokens = 0;
   int64_t stage_bytes = 0;
   int64_t stages = 0;
+  int64_t loaders = 1;  // warps, no more than stages
   int64_t store_warps = 8;
   int64_t num_blocks = 1;
   bool buffers_innermost = false;
