@@ -15,6 +15,7 @@
 #include "plan/copy_width.h"
 #include "plan/register_plan.h"
 #include "plan/runs.h"
+#include "plan/tma_plan.h"
 #include "request/pool_view.h"
 #include "request/request.h"
 #include "request/tensor_view.h"
@@ -321,6 +322,43 @@ void bind_plan(py::module_& m) {
       py::arg("request"), py::arg("group"));
 }
 
+void bind_tma_plan(py::module_& m) {
+  m.def("tma_refusal", [](const OwningRequest& r) { return tma_refusal(r.request); }, py::arg("request"));
+  m.def("tma_stage_overhead", &tma_stage_overhead, py::arg("units_per_chunk"));
+
+  py::class_<TmaPolicy>(m, "TmaPolicy")
+      .def(py::init<>())
+      .def_readwrite("chunk_bytes", &TmaPolicy::chunk_bytes)
+      .def_readwrite("max_chunk_bytes", &TmaPolicy::max_chunk_bytes)
+      .def_readwrite("min_chunk_bytes", &TmaPolicy::min_chunk_bytes)
+      .def_readwrite("shared_bytes", &TmaPolicy::shared_bytes)
+      .def_readonly("max_stages", &TmaPolicy::max_stages);
+
+  py::class_<TmaPlan>(m, "TmaPlan")
+      .def_readonly("dst", &TmaPlan::dst)
+      .def_readonly("src", &TmaPlan::src)
+      .def_readonly("slots_per_index", &TmaPlan::slots_per_index)
+      .def_readonly("unit_bytes", &TmaPlan::unit_bytes)
+      .def_readonly("units", &TmaPlan::units)
+      .def_readonly("units_per_chunk", &TmaPlan::units_per_chunk)
+      .def_readonly("chunks", &TmaPlan::chunks)
+      .def_readonly("box_tokens", &TmaPlan::box_tokens)
+      .def_readonly("stage_bytes", &TmaPlan::stage_bytes)
+      .def_readonly("stages", &TmaPlan::stages)
+      .def_readonly("loaders", &TmaPlan::loaders)
+      .def_readonly("store_warps", &TmaPlan::store_warps)
+      .def_readonly("num_blocks", &TmaPlan::num_blocks)
+      .def_readonly("buffers_innermost", &TmaPlan::buffers_innermost);
+
+  m.def(
+      "make_tma_plan",
+      [](const OwningRequest& r, const BufferGroup& group, int64_t range, bool with_boxes, const TmaPolicy& policy) {
+        return make_tma_plan(r.request, group, range, with_boxes, policy);
+      },
+      py::arg("request"), py::arg("group"), py::kw_only(), py::arg("range"), py::arg("with_boxes"),
+      py::arg("policy") = TmaPolicy());
+}
+
 }  // namespace
 }  // namespace kvio
 
@@ -328,4 +366,5 @@ PYBIND11_MODULE(kvio_native, m) {
   m.doc() = "Host C++ of csrc/request and csrc/plan, for tests.";
   kvio::bind_request(m);
   kvio::bind_plan(m);
+  kvio::bind_tma_plan(m);
 }
