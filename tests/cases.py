@@ -53,8 +53,8 @@ STARTS = ("first_byte", "odd_element", "sixteen_bytes")
 LAYERS = ("all", "one", "two_swapped")
 
 _TAIL_BYTES = 80
-# Coverings with other seeds, so that most triples of values occur too at a cost of seconds. One still has every pair:
-# enough for runs under a checker that takes a hundred times as long.
+# Coverings with other seeds, so that most triples of values occur too at a cost of seconds. One
+# still has every pair: enough for runs under a checker that takes a hundred times as long.
 _COVERINGS = int(os.environ.get("KVIO_TEST_COVERINGS", "5"))
 _NUM_LAYERS = 3
 

@@ -24,11 +24,13 @@ FaultRecord* fault_record(const char* op, int device) {
   DeviceRecord& record = records[device];
   if (record.device != nullptr) return record.device;
   const RelaxedCapture relaxed;
+  unsigned long long* claimed = fault_claim(op);
   void* host = nullptr;
   check(op, "allocating the fault record",
         cudaHostAlloc(&host, sizeof(FaultRecord), cudaHostAllocMapped | cudaHostAllocPortable));
   std::memset(host, 0, sizeof(FaultRecord));
   static_cast<FaultRecord*>(host)->generation = 1;
+  static_cast<FaultRecord*>(host)->claimed = claimed;
   void* alias = nullptr;
   const Error mapped = cudaHostGetDevicePointer(&alias, host, 0);
   if (mapped != cudaSuccess) cudaFreeHost(host);

@@ -18,6 +18,7 @@ struct FaultRecord {
   int64_t position;
   int64_t value;
   int64_t limit;
+  unsigned long long* claimed;  // device memory: newest generation that some thread of the GPU may write
 };
 
 struct Fault {
@@ -27,8 +28,11 @@ struct Fault {
   int64_t limit = 0;
 };
 
-// Device address of `device`'s record, made on first use (also during stream capture).
+// Device address of `device`'s record, made on first use (also during stream capture). `device` is the current one.
 FaultRecord* fault_record(const char* op, int device);
+
+// Where kernels of the current device claim the record: one word for all of them, whichever file they are in.
+unsigned long long* fault_claim(const char* op);
 
 // True and fills `out` when a kernel that has finished left a record on `device`; clears it. Does not synchronize.
 bool take_fault(int device, Fault* out);

@@ -5,16 +5,13 @@
 
 namespace kvio::gpu {
 
-// The newest generation for which some thread of this device has won the right to write the record.
-static __device__ unsigned long long fault_claimed = 0;
-
 // Records the first fault since the host last took one. Cheap to call from many threads: all but one lose the claim.
 // Works from a replayed graph too, since the generation is read from the record and not baked into parameters.
 static __device__ __noinline__ void record_fault(FaultRecord* record, int64_t op, int64_t position, int64_t value,
                                                  int64_t limit) {
   volatile FaultRecord* out = record;
   const unsigned long long generation = out->generation;
-  if (atomicMax(&fault_claimed, generation) >= generation) return;
+  if (atomicMax(record->claimed, generation) >= generation) return;
   out->op = op;
   out->position = position;
   out->value = value;

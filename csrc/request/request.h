@@ -55,6 +55,8 @@ struct TransferRequest {
   DeviceKind dst_device = DeviceKind::kCpu;
   DeviceKind src_device = DeviceKind::kCpu;
   DeviceKind index_device = DeviceKind::kCpu;
+  // On the GPU: where each entry was in the caller's lists, null when they are as the caller gave them.
+  const int32_t* caller_positions = nullptr;
   int32_t gpu_index = -1;  // the one GPU involved, -1 for none
 
   int64_t payload_bytes() const;
