@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "error.h"
+#include "gpu/copy_engine.h"
 #include "gpu/driver.h"
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
@@ -74,29 +75,7 @@ void memcpy_batch(const MemcpyBatchRequest& request) {
   if (request.copies.empty()) return;
   const DeviceGuard guard(op, request.gpu_index);
   raise_pending_fault(op, request.gpu_index);
-  const Stream stream = current_stream(op, request.gpu_index);
-  HostTranslator dst_translator(op);
-  HostTranslator src_translator(op);
-  const auto accept = [&](const ByteCopy& copy) {
-    if (request.dst_device == DeviceKind::kCpu) {
-      dst_translator.device_address("dst", copy.dst_position, copy.dst, copy.nbytes);
-    }
-    if (request.src_device == DeviceKind::kCpu) {
-      src_translator.device_address("src", copy.src_position, copy.src, copy.nbytes);
-    }
-  };
-  for (const ByteCopy& copy : request.copies) accept(copy);
-  for (const ByteCopy& copy : request.copies) {
-    accept(copy);
-    for (int64_t done = 0; done < copy.nbytes;) {
-      int64_t step = copy.nbytes - done;
-      if (request.dst_device == DeviceKind::kCpu) step = std::min(step, dst_translator.bytes_in_chunk(copy.dst + done));
-      if (request.src_device == DeviceKind::kCpu) step = std::min(step, src_translator.bytes_in_chunk(copy.src + done));
-      check(op, "copying",
-            cudaMemcpyAsync(copy.dst + done, copy.src + done, static_cast<size_t>(step), cudaMemcpyDefault, stream));
-      done += step;
-    }
-  }
+  launch_byte_copies(op, request, current_stream(op, request.gpu_index));
 }
 
 std::string explain(const TransferRequest& request) {

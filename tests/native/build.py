@@ -28,7 +28,9 @@ SOURCES = (
     CSRC / "plan" / "tma_plan.cpp",
     CSRC / "request" / "pool_view.cpp",
     CSRC / "plan" / "backend.cpp",
+    CSRC / "plan" / "copy_plan.cpp",
     CSRC / "plan" / "copy_width.cpp",
+    CSRC / "plan" / "order.cpp",
 )
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-fvisibility=hidden")
 
