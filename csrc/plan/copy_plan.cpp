@@ -36,8 +36,8 @@ class SlotLocator {
   int shift_ = -1;
 };
 
-// Run lengths of plan/runs.h, but with one look at the pages a stretch instead of several an index, and no test of the
-// index width inside the loop: 131,072 single tokens take 1 ms with that one.
+// As plan/runs.h finds runs, but rows need not be packed, pages are looked up once a stretch and the index width is
+// known to the compiler: 1.7 ns an index in runs of 64 tokens, where that one takes 4 to 5.
 template <class Index>
 std::vector<Stretch> stretches_of(const TransferRequest& request, const BufferGroup& group) {
   const Index* dst = static_cast<const Index*>(request.dst_indices.data);
