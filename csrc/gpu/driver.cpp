@@ -27,6 +27,38 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
+// The call had an argument more, the index of what failed, before CUDA 13. A driver serves every version up to its own,
+// so which prototype is right depends on the version that was asked for and not on the driver's.
+using BatchCopy12080 = CUresult (*)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t,
+                                    size_t*, CUstream);
+using BatchCopy13000 = CUresult (*)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t,
+                                    CUstream);
+struct BatchCopyCalls {
+  BatchCopy13000 v13000 = reinterpret_cast<BatchCopy13000>(entry_point("cuMemcpyBatchAsync", 13000));
+  BatchCopy12080 v12080 =
+      v13000 == nullptr ? reinterpret_cast<BatchCopy12080>(entry_point("cuMemcpyBatchAsync", 12080)) : nullptr;
+};
+
+const BatchCopyCalls& batch_copy_calls() {
+  static const BatchCopyCalls calls;
+  return calls;
+}
+
+// Driver calls need a current context, which a new thread gets from the runtime only.
+bool bind_context() {
+  int device = 0;
+  const bool bound = cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
+  if (!bound) cudaGetLastError();
+  return bound;
+}
+
+CUmemLocation location_of(int side) {
+  CUmemLocation location = {};
+  location.type = side == kHostSide ? CU_MEM_LOCATION_TYPE_HOST : CU_MEM_LOCATION_TYPE_DEVICE;
+  location.id = side == kHostSide ? 0 : side;
+  return location;
+}
+
 }  // namespace
 
 HostRange query_host_range(const void* address) {
@@ -78,12 +110,38 @@ bool encode_box_map(const BoxShape& shape, const void* base, void* map) {
                         CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+bool has_batch_copy() {
+  const BatchCopyCalls& calls = batch_copy_calls();
+  return calls.v13000 != nullptr || calls.v12080 != nullptr;
+}
+
+Error batch_copy(uint64_t* dst, uint64_t* src, size_t* nbytes, size_t count, BatchSides sides, Stream stream) {
+  static_assert(sizeof(CUdeviceptr) == sizeof(uint64_t), "addresses are handed over as they are");
+  CUmemcpyAttributes attributes = {};  // one for all copies; no flags, which weaken the order of source accesses
+  attributes.srcAccessOrder = CU_MEMCPY_SRC_ACCESS_ORDER_STREAM;
+  attributes.srcLocHint = location_of(sides.src);
+  attributes.dstLocHint = location_of(sides.dst);
+  size_t first = 0;
+  size_t failed = 0;
+  CUdeviceptr* to = reinterpret_cast<CUdeviceptr*>(dst);
+  CUdeviceptr* from = reinterpret_cast<CUdeviceptr*>(src);
+  const BatchCopyCalls& calls = batch_copy_calls();
+  const auto call = [&] {
+    return calls.v13000 != nullptr ? calls.v13000(to, from, nbytes, count, &attributes, &first, 1, stream)
+                                   : calls.v12080(to, from, nbytes, count, &attributes, &first, 1, &failed, stream);
+  };
+  CUresult result = call();
+  if (result == CUDA_ERROR_INVALID_CONTEXT && bind_context()) result = call();
+  return static_cast<Error>(result);
+}
+
 std::vector<EntryPoint> entry_points() {
   std::vector<EntryPoint> points;
   for (const char* name : {"cuPointerGetAttributes", "cuDevicePrimaryCtxGetState"}) {
     points.push_back({name, entry_point(name, 7000) != nullptr});
   }
   points.push_back({"cuTensorMapEncodeTiled", has_tensor_maps()});
+  points.push_back({"cuMemcpyBatchAsync", has_batch_copy()});
   return points;
 }
 

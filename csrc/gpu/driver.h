@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "gpu/platform.h"
+
 namespace kvio::gpu {
 
 struct HostRange {
@@ -34,6 +36,22 @@ bool has_tensor_maps();
 
 // Writes the map of the pool at `base` into `map` (a CUtensorMap, 64-byte aligned). False when the driver refuses.
 bool encode_box_map(const BoxShape& shape, const void* base, void* map);
+
+// True when the driver has the batched copy (CUDA 12.8 and later).
+bool has_batch_copy();
+
+// Where the two sides of a batch lie: a device, or kHostSide.
+constexpr int kHostSide = -1;
+struct BatchSides {
+  int dst = kHostSide;
+  int src = kHostSide;
+};
+
+// Enqueues `count` copies, in no order among themselves, on `stream`: each reads its source in stream order, never
+// earlier. Needs has_batch_copy(). The driver refuses the legacy default stream and a stream that is being captured (a
+// capture goes on without the copies), and then has copied nothing. Leaves no error behind; the numbers of the driver's
+// errors are the runtime's.
+Error batch_copy(uint64_t* dst, uint64_t* src, size_t* nbytes, size_t count, BatchSides sides, Stream stream);
 
 struct EntryPoint {
   std::string name;

@@ -6,6 +6,9 @@
 #include <mutex>
 #include <vector>
 
+#include "gpu/device_memory.h"
+#include "plan/order.h"
+
 namespace kvio::gpu {
 namespace {
 
@@ -81,7 +84,7 @@ std::unique_ptr<Block> take_block(const char* op, int device, size_t nbytes) {
 }
 
 template <class Index>
-void pack(const IndexList& list, int64_t count, char* out) {
+void pack_as(const IndexList& list, int64_t count, char* out) {
   const Index* values = static_cast<const Index*>(list.data);
   Index* packed = reinterpret_cast<Index*>(out);
   if (list.stride == 1) {
@@ -91,12 +94,8 @@ void pack(const IndexList& list, int64_t count, char* out) {
   for (int64_t i = 0; i < count; ++i) packed[i] = values[i * list.stride];
 }
 
-torch::stable::Tensor device_bytes(int64_t nbytes, int device) {
-  AtenTensorHandle handle = nullptr;
-  const int64_t stride = 1;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &nbytes, &stride, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cuda(), device, &handle));
-  return torch::stable::Tensor(handle);
+void pack(const IndexList& list, int64_t count, char* out) {
+  list.is_int64 ? pack_as<int64_t>(list, count, out) : pack_as<int32_t>(list, count, out);
 }
 
 }  // namespace
@@ -112,11 +111,12 @@ torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, S
   const RelaxedCapture relaxed;
   torch::stable::Tensor device = device_bytes(total, request->gpu_index);
   std::unique_ptr<Block> block = take_block(op, request->gpu_index, static_cast<size_t>(total));
-  const auto pack_list = [&](const IndexList& list, char* out) {
-    wide ? pack<int64_t>(list, request->num_indices, out) : pack<int32_t>(list, request->num_indices, out);
-  };
-  pack_list(request->dst_indices, block->data);
-  pack_list(request->src_indices, block->data + src_at);
+  if (worth_ordering(*request)) {
+    order_by_host_slot(*request, block->data, block->data + src_at);
+  } else {
+    pack(request->dst_indices, request->num_indices, block->data);
+    pack(request->src_indices, request->num_indices, block->data + src_at);
+  }
 
   char* on_device = static_cast<char*>(device.data_ptr());
   const Error copied =

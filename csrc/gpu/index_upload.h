@@ -8,8 +8,9 @@
 
 namespace kvio::gpu {
 
-// Copies both index lists of `request` to the GPU on `stream` and points the request at them. The returned tensor owns
-// the device memory: keep it until everything that reads the indices has been enqueued on `stream`.
+// Copies both index lists of `request` to the GPU on `stream` and points the request at them. Where that pays
+// (plan/order.h) the pairs go over in host-address order, so positions are then not the caller's. The returned tensor
+// owns the device memory: keep it until everything that reads the indices has been enqueued on `stream`.
 torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, Stream stream);
 
 }  // namespace kvio::gpu

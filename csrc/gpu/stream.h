@@ -10,4 +10,7 @@ Stream current_stream(const char* op, int device);
 
 bool is_capturing(Stream stream);
 
+// True for the legacy default stream, torch's default; the per-thread one is a stream like any other.
+inline bool is_legacy_stream(Stream stream) { return stream == nullptr || stream == cudaStreamLegacy; }
+
 }  // namespace kvio::gpu

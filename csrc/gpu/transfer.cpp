@@ -6,14 +6,17 @@
 #include <sstream>
 
 #include "error.h"
+#include "gpu/copy_engine.h"
 #include "gpu/driver.h"
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
 #include "gpu/index_upload.h"
+#include "gpu/order_indices.h"
 #include "gpu/platform.h"
 #include "gpu/stream.h"
 #include "gpu/transfer_register.h"
 #include "gpu/transfer_tma.h"
+#include "plan/order.h"
 #include "plan/register_plan.h"
 
 namespace kvio::gpu {
@@ -49,7 +52,8 @@ GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
   GpuFacts gpu;
   gpu.compute_major = major.of(op, device);
   gpu.capturing = capturing;
-  gpu.legacy_stream = stream == nullptr || stream == cudaStreamLegacy;
+  gpu.legacy_stream = is_legacy_stream(stream);
+  gpu.has_batch_call = has_batch_copy();
   gpu.has_tensor_maps = has_tensor_maps();
   return gpu;
 }
@@ -83,10 +87,18 @@ void transfer(TransferRequest* request) {
   const GpuFacts gpu = gpu_facts(op, device, stream, capturing);
   const BackendChoice choice = choose_backend(op, request->backend, facts_of(*request, gpu));
   if (request->empty()) return;
+  if (choice.backend == Backend::kCopyEngine) {
+    launch_copy_engine(op, *request, gpu, stream);
+    return;
+  }
   translate_host_buffers(op, request);
 
   std::optional<torch::stable::Tensor> indices;
-  if (cpu_indices) indices = upload_indices(op, request, stream);
+  if (cpu_indices) {
+    indices = upload_indices(op, request, stream);
+  } else if (worth_ordering_unseen(*request)) {
+    indices = order_indices(op, request, stream);
+  }
   for (const BufferGroup& group : request->groups) {
     if (group.dst.row_bytes() == 0) continue;
     if (choice.backend == Backend::kTma) {
@@ -102,32 +114,14 @@ void memcpy_batch(const MemcpyBatchRequest& request) {
   if (request.copies.empty()) return;
   const DeviceGuard guard(op, request.gpu_index);
   raise_pending_fault(op, request.gpu_index);
-  const Stream stream = current_stream(op, request.gpu_index);
-  HostTranslator dst_translator(op);
-  HostTranslator src_translator(op);
-  const auto accept = [&](const ByteCopy& copy) {
-    if (request.dst_device == DeviceKind::kCpu) {
-      dst_translator.device_address("dst", copy.dst_position, copy.dst, copy.nbytes);
-    }
-    if (request.src_device == DeviceKind::kCpu) {
-      src_translator.device_address("src", copy.src_position, copy.src, copy.nbytes);
-    }
-  };
-  for (const ByteCopy& copy : request.copies) accept(copy);
-  for (const ByteCopy& copy : request.copies) {
-    accept(copy);
-    for (int64_t done = 0; done < copy.nbytes;) {
-      int64_t step = copy.nbytes - done;
-      if (request.dst_device == DeviceKind::kCpu) step = std::min(step, dst_translator.bytes_in_chunk(copy.dst + done));
-      if (request.src_device == DeviceKind::kCpu) step = std::min(step, src_translator.bytes_in_chunk(copy.src + done));
-      check(op, "copying",
-            cudaMemcpyAsync(copy.dst + done, copy.src + done, static_cast<size_t>(step), cudaMemcpyDefault, stream));
-      done += step;
-    }
-  }
+  launch_byte_copies(op, request, current_stream(op, request.gpu_index));
 }
 
 namespace {
+
+bool ordered(const TransferRequest& request) {
+  return request.index_device == DeviceKind::kCpu ? worth_ordering(request) : worth_ordering_unseen(request);
+}
 
 std::string describe_register(const TransferRequest& request, const BufferGroup& group, int device) {
   const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);
@@ -166,6 +160,8 @@ std::string explain(const TransferRequest& request) {
   const GpuFacts gpu = gpu_facts(op, device, stream, is_capturing(stream));
   const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, gpu));
   std::string text = describe(choice);
+  if (choice.backend == Backend::kCopyEngine) return text + explain_copy_engine(op, request, gpu);
+  if (ordered(request)) text += "order: by host address, coarsely\n";
   for (const BufferGroup& group : request.groups) {
     if (group.dst.row_bytes() == 0 || request.num_indices == 0) continue;
     text += choice.backend == Backend::kTma ? describe_tma(request, group, device)

@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "plan/backend.h"
+#include "plan/copy_plan.h"
 #include "plan/copy_width.h"
+#include "plan/order.h"
 #include "plan/register_plan.h"
 #include "plan/runs.h"
 #include "plan/tma_plan.h"
@@ -359,6 +361,89 @@ void bind_tma_plan(py::module_& m) {
       py::arg("policy") = TmaPolicy());
 }
 
+using EntryTuple = std::tuple<uint64_t, uint64_t, int64_t>;
+
+EntryTuple tuple_of(const CopyEntry& entry) {
+  return {reinterpret_cast<uint64_t>(entry.dst), reinterpret_cast<uint64_t>(entry.src), entry.nbytes};
+}
+
+// Bytes from an address to the end of its chunk of a registration that begins at `begin`; 0 for an endless chunk.
+int64_t chunk_room(const void* address, uint64_t begin, uint64_t chunk_bytes) {
+  if (chunk_bytes == 0) return INT64_MAX;
+  return static_cast<int64_t>(chunk_bytes - (reinterpret_cast<uint64_t>(address) - begin) % chunk_bytes);
+}
+
+template <class Index>
+std::pair<std::vector<int64_t>, std::vector<int64_t>> ordered(const TransferRequest& request) {
+  const size_t count = static_cast<size_t>(request.num_indices);
+  std::vector<Index> dst(count);
+  std::vector<Index> src(count);
+  order_by_host_slot(request, dst.data(), src.data());
+  return {std::vector<int64_t>(dst.begin(), dst.end()), std::vector<int64_t>(src.begin(), src.end())};
+}
+
+void bind_copy(py::module_& m) {
+  m.def(
+      "copy_entries",
+      [](const OwningRequest& r) {
+        std::vector<EntryTuple> entries;
+        for (const CopyEntry& entry : make_copy_entries(r.request)) entries.push_back(tuple_of(entry));
+        return entries;
+      },
+      py::arg("request"));
+  m.def("count_copy_entries", [](const OwningRequest& r) { return count_copy_entries(r.request); }, py::arg("request"));
+  m.def(
+      "split_copy_entry",
+      [](const EntryTuple& whole, std::pair<uint64_t, uint64_t> dst_chunks, std::pair<uint64_t, uint64_t> src_chunks) {
+        std::vector<EntryTuple> parts;
+        split_copy_entry(
+            CopyEntry{reinterpret_cast<char*>(std::get<0>(whole)), reinterpret_cast<const char*>(std::get<1>(whole)),
+                      std::get<2>(whole)},
+            [&](const CopyEntry& rest) { return chunk_room(rest.dst, dst_chunks.first, dst_chunks.second); },
+            [&](const CopyEntry& rest) { return chunk_room(rest.src, src_chunks.first, src_chunks.second); },
+            [&](const CopyEntry& part) { parts.push_back(tuple_of(part)); });
+        return parts;
+      },
+      py::arg("entry"), py::kw_only(), py::arg("dst_chunks"), py::arg("src_chunks"));
+
+  py::class_<BatchPolicy>(m, "BatchPolicy")
+      .def(py::init<>())
+      .def_readwrite("first", &BatchPolicy::first)
+      .def_readwrite("growth_percent", &BatchPolicy::growth_percent)
+      .def_readwrite("most", &BatchPolicy::most);
+  m.attr("MAX_BATCH_ENTRIES") = kMaxBatchEntries;
+  m.def("cut_into_batches", &cut_into_batches, py::arg("entries"), py::kw_only(), py::arg("policy") = BatchPolicy());
+  m.def(
+      "copy_engine_route",
+      [](bool capturing, bool legacy_stream, bool has_batch_call, bool alias_differs) {
+        GpuFacts gpu;
+        gpu.capturing = capturing;
+        gpu.legacy_stream = legacy_stream;
+        gpu.has_batch_call = has_batch_call;
+        const CopyEngineRoute route = copy_engine_route(gpu, alias_differs);
+        return std::make_tuple(route.batched, route.forked, describe(route));
+      },
+      py::kw_only(), py::arg("capturing") = false, py::arg("legacy_stream") = false, py::arg("has_batch_call") = true,
+      py::arg("alias_differs") = false, "(batched, forked, the line that explain prints)");
+
+  py::class_<OrderPolicy>(m, "OrderPolicy")
+      .def(py::init<>())
+      .def_readwrite("span_bytes", &OrderPolicy::span_bytes)
+      .def_readwrite("run_bytes", &OrderPolicy::run_bytes)
+      .def_readwrite("indices", &OrderPolicy::indices)
+      .def_readwrite("sweeps", &OrderPolicy::sweeps);
+  m.def(
+      "worth_ordering",
+      [](const OwningRequest& r, const OrderPolicy& policy) { return worth_ordering(r.request, policy); },
+      py::arg("request"), py::kw_only(), py::arg("policy") = OrderPolicy());
+  m.def(
+      "order_by_host_slot",
+      [](const OwningRequest& r) {
+        return r.request.dst_indices.is_int64 ? ordered<int64_t>(r.request) : ordered<int32_t>(r.request);
+      },
+      py::arg("request"), "(dst indices, src indices)");
+}
+
 }  // namespace
 }  // namespace kvio
 
@@ -367,4 +452,5 @@ PYBIND11_MODULE(kvio_native, m) {
   kvio::bind_request(m);
   kvio::bind_plan(m);
   kvio::bind_tma_plan(m);
+  kvio::bind_copy(m);
 }

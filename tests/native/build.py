@@ -29,7 +29,9 @@ SOURCES = (
     CSRC / "plan" / "units.cpp",
     CSRC / "request" / "pool_view.cpp",
     CSRC / "plan" / "backend.cpp",
+    CSRC / "plan" / "copy_plan.cpp",
     CSRC / "plan" / "copy_width.cpp",
+    CSRC / "plan" / "order.cpp",
 )
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-fvisibility=hidden")
 

@@ -1,0 +1,139 @@
+#include "plan/order.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+namespace kvio {
+namespace {
+
+// One pass of a counting sort over the highest bits that the pool's indices use. The windows that they leave unordered
+// are 1/1024 of the pool at most, far below what translation holds, and 2048 places to write to fit the second-level
+// cache.
+constexpr int kBucketBits = 11;
+constexpr int64_t kBuckets = int64_t{1} << kBucketBits;
+
+bool host_is_dst(const TransferRequest& request) { return request.dst_device == DeviceKind::kCpu; }
+
+// How host slots follow each other in the order given.
+struct Walk {
+  int64_t lowest = INT64_MAX;
+  int64_t highest = 0;
+  int64_t travel = 0;  // sum of all steps, up or down
+  int64_t runs = 1;
+};
+
+template <class Index>
+Walk walk_of(const IndexList& host, const IndexList& other, int64_t count) {
+  const Index* at = static_cast<const Index*>(host.data);
+  const Index* with = static_cast<const Index*>(other.data);
+  Walk walk;
+  walk.lowest = walk.highest = at[0];
+  for (int64_t i = 1; i < count; ++i) {
+    const int64_t value = at[i * host.stride];
+    const int64_t step = value - at[(i - 1) * host.stride];
+    const int64_t other_step = static_cast<int64_t>(with[i * other.stride]) - with[(i - 1) * other.stride];
+    walk.lowest = std::min(walk.lowest, value);
+    walk.highest = std::max(walk.highest, value);
+    walk.travel += std::abs(step);
+    walk.runs += (step != 1) | (other_step != 1);
+  }
+  return walk;
+}
+
+// Indices are below this in every buffer: they were checked.
+int64_t index_limit(const TransferRequest& request, bool dst) {
+  int64_t slots = INT64_MAX;
+  for (const BufferGroup& group : request.groups) slots = std::min(slots, dst ? group.dst.slots : group.src.slots);
+  return slots / request.slots_per_index;
+}
+
+// Bits that an index below `limit` is shifted by to give its bucket.
+int shift_of(int64_t limit) {
+  const int used = limit <= 1 ? 0 : 64 - __builtin_clzll(static_cast<uint64_t>(limit - 1));
+  return std::max(0, used - kBucketBits);
+}
+
+template <class Index>
+void order(const IndexList& host, const IndexList& other, int64_t count, int shift, Index* host_out, Index* other_out) {
+  const Index* at = static_cast<const Index*>(host.data);
+  const Index* with = static_cast<const Index*>(other.data);
+  const auto bucket_of = [&](Index value) { return static_cast<size_t>(value) >> shift; };
+
+  // Counts, then the places where buckets begin.
+  int64_t place[kBuckets] = {};
+  for (int64_t i = 0; i < count; ++i) ++place[bucket_of(at[i * host.stride])];
+  int64_t begin = 0;
+  for (int64_t& bucket : place) {
+    const int64_t size = bucket;
+    bucket = begin;
+    begin += size;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Index value = at[i * host.stride];
+    const int64_t to = place[bucket_of(value)]++;
+    host_out[to] = value;
+    other_out[to] = with[i * other.stride];
+  }
+}
+
+}  // namespace
+
+bool worth_ordering(const TransferRequest& request, const OrderPolicy& policy) {
+  if (request.num_indices < std::max<int64_t>(policy.indices, 1)) return false;
+  if ((request.dst_device == DeviceKind::kCpu) == (request.src_device == DeviceKind::kCpu)) return false;
+  const bool dst = host_is_dst(request);
+
+  // Of the buffer that is spread widest: bytes of host memory, and of payload, that an index stands for.
+  double host_bytes = 0;
+  int64_t payload_bytes = 0;
+  for (const BufferGroup& group : request.groups) {
+    const int64_t slots = dst ? group.dst.slots : group.src.slots;
+    if (group.dst.row_bytes() == 0 || slots == 0) continue;
+    const double extent = static_cast<double>(dst ? group.dst_extent : group.src_extent);
+    const double per_index = extent / static_cast<double>(slots) * static_cast<double>(request.slots_per_index);
+    if (per_index <= host_bytes) continue;
+    host_bytes = per_index;
+    payload_bytes = group.dst.row_bytes() * request.slots_per_index;
+  }
+  if (payload_bytes >= policy.run_bytes) return false;
+
+  const IndexList& host = dst ? request.dst_indices : request.src_indices;
+  const IndexList& other = dst ? request.src_indices : request.dst_indices;
+  const Walk walk = host.is_int64 ? walk_of<int64_t>(host, other, request.num_indices)
+                                  : walk_of<int32_t>(host, other, request.num_indices);
+  const int64_t range = walk.highest - walk.lowest + 1;
+  if (static_cast<double>(range) * host_bytes <= static_cast<double>(policy.span_bytes)) return false;
+  if (payload_bytes * request.num_indices >= policy.run_bytes * walk.runs) return false;
+  return walk.travel > policy.sweeps * range;
+}
+
+bool worth_ordering_unseen(const TransferRequest& request, const OrderPolicy& policy) {
+  if ((request.dst_device == DeviceKind::kCpu) == (request.src_device == DeviceKind::kCpu)) return false;
+  if (request.page_size > 1 || request.num_indices > INT32_MAX) return false;
+  if (request.payload_bytes() < policy.unseen_payload_bytes || request.num_indices < policy.indices) return false;
+  const bool dst = host_is_dst(request);
+  int64_t span_bytes = 0;
+  int64_t row_bytes = 0;
+  for (const BufferGroup& group : request.groups) {
+    span_bytes = std::max(span_bytes, dst ? group.dst_extent : group.src_extent);
+    row_bytes = std::max(row_bytes, group.dst.row_bytes());
+  }
+  return span_bytes >= policy.unseen_span_bytes && row_bytes < policy.run_bytes;
+}
+
+void order_by_host_slot(const TransferRequest& request, void* dst_out, void* src_out) {
+  const bool dst = host_is_dst(request);
+  const IndexList& host = dst ? request.dst_indices : request.src_indices;
+  const IndexList& other = dst ? request.src_indices : request.dst_indices;
+  void* host_out = dst ? dst_out : src_out;
+  void* other_out = dst ? src_out : dst_out;
+  const int shift = shift_of(index_limit(request, dst));
+  const int64_t count = request.num_indices;
+  if (host.is_int64) {
+    order(host, other, count, shift, static_cast<int64_t*>(host_out), static_cast<int64_t*>(other_out));
+  } else {
+    order(host, other, count, shift, static_cast<int32_t*>(host_out), static_cast<int32_t*>(other_out));
+  }
+}
+
+}  // namespace kvio

@@ -1,0 +1,154 @@
+"""Index pairs in host-address order: a permutation, coarse and stable, made only where it pays."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from native.pools import index_array
+
+BUCKETS = 2048
+
+
+def request_of(kvio, dst, src, *, slots, row_bytes=512, host="src", pitch=None, **options):
+    """A call between a host pool and a GPU pool of `slots` rows each; no memory is touched."""
+    pitch = pitch or row_bytes
+    sides = {
+        side: kvio.Tensor(
+            1 << 40,
+            [slots, 1, row_bytes],
+            [pitch if side == host else row_bytes, row_bytes, 1],
+            device="cpu" if side == host else "gpu",
+        )
+        for side in ("dst", "src")
+    }
+    return kvio.make_transfer_request(
+        [sides["dst"]],
+        [sides["src"]],
+        kvio.Tensor.of_buffer(dst),
+        kvio.Tensor.of_buffer(src),
+        **options,
+    )
+
+
+def bucket_shift(limit):
+    return max(0, (limit - 1).bit_length() - BUCKETS.bit_length() + 1)
+
+
+@given(
+    st.integers(1, 2**31 - 1).flatmap(
+        lambda slots: st.tuples(
+            st.just(slots),
+            st.lists(st.tuples(st.integers(0, slots - 1), st.integers(0, slots - 1)), max_size=60),
+        )
+    ),
+    st.sampled_from(("int32", "int64")),
+    st.sampled_from(("dst", "src")),
+    st.integers(1, 3),
+)
+def test_pairs_stay_pairs_and_come_in_the_order_of_host_regions(kvio, drawn, dtype, host, step):
+    slots, pairs = drawn
+    dst, src = (index_array([p[i] for p in pairs], dtype=dtype, step=step) for i in (0, 1))
+    request = request_of(kvio, dst, src, slots=slots, row_bytes=1, host=host)
+    shift = bucket_shift(slots)
+    key = 0 if host == "dst" else 1
+    want = sorted(pairs, key=lambda pair: pair[key] >> shift)  # Python's sort is stable
+    assert list(zip(*kvio.order_by_host_slot(request), strict=True)) == want
+
+
+def test_page_indices_are_ordered_by_page(kvio):
+    pages = np.random.default_rng(0).permutation(1 << 14)
+    line = np.arange(1 << 14)
+    request = request_of(
+        kvio, line, pages, slots=16 << 14, row_bytes=8, page_size=16, index_unit="page"
+    )
+    dst, src = (np.array(side) for side in kvio.order_by_host_slot(request))
+    np.testing.assert_array_equal(np.sort(dst), line)
+    np.testing.assert_array_equal(pages[dst], src)
+    assert (np.diff(src >> bucket_shift(1 << 14)) >= 0).all()
+
+
+def test_runs_survive_the_ordering(kvio):
+    slots = 1 << 20
+    starts = np.random.default_rng(0).permutation(slots // 8)[:1000] * 8
+    src = (starts[:, None] + np.arange(8)).ravel()
+    dst, src = kvio.order_by_host_slot(request_of(kvio, np.arange(8000), src, slots=slots))
+    together = (np.diff(src) == 1) & (np.diff(dst) == 1)
+    assert together.sum() >= 7 * 1000
+
+
+# Worth it, or not: 2^23 rows of 512 bytes are 4 GiB.
+SLOTS = 1 << 23
+COUNT = 16384
+
+
+def scattered(count=COUNT, slots=SLOTS, run=1):
+    starts = np.random.default_rng(1).choice(slots // run, count // run, replace=False)
+    return (starts[:, None] * run + np.arange(run)).ravel()
+
+
+@pytest.mark.parametrize("host", ["dst", "src"])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_scattered_short_rows_of_a_large_host_pool_are_worth_it(kvio, host, dtype):
+    line, rows = np.arange(COUNT, dtype=dtype), scattered().astype(dtype)
+    dst, src = (rows, line) if host == "dst" else (line, rows)
+    assert kvio.worth_ordering(request_of(kvio, dst, src, slots=SLOTS, host=host))
+    other = "src" if host == "dst" else "dst"
+    assert not kvio.worth_ordering(request_of(kvio, dst, src, slots=SLOTS, host=other))
+
+
+NOT_WORTH = {
+    "ascending": np.sort(scattered()),
+    "descending": np.sort(scattered())[::-1].copy(),
+    "few": scattered(1024),
+    "near each other": scattered(slots=1 << 19),
+    "in long runs": scattered(run=16),
+    "one row": np.zeros(COUNT, np.int64),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WORTH)
+def test_rows_that_translation_does_not_hurt_are_left_alone(kvio, name):
+    src = NOT_WORTH[name]
+    assert not kvio.worth_ordering(request_of(kvio, np.arange(len(src)), src, slots=SLOTS))
+
+
+def test_several_requests_each_in_order_are_still_worth_it(kvio):
+    src = np.concatenate([np.sort(part) for part in scattered().reshape(8, -1)])
+    assert kvio.worth_ordering(request_of(kvio, np.arange(COUNT), src, slots=SLOTS))
+
+
+def test_rows_consecutive_on_the_host_alone_are_short_runs(kvio):
+    """The GPU side breaks every run, so the kernel moves single rows."""
+    src = scattered(run=16)
+    request = request_of(kvio, np.arange(COUNT)[::-1].copy(), src, slots=SLOTS)
+    assert kvio.worth_ordering(request)
+
+
+def test_long_rows_and_small_pools_are_left_alone_and_a_wide_pitch_counts(kvio):
+    line = np.arange(COUNT)
+    rows = scattered(slots=1 << 20)
+    assert not kvio.worth_ordering(request_of(kvio, line, rows, slots=1 << 20, row_bytes=4096))
+    assert not kvio.worth_ordering(request_of(kvio, line, rows, slots=1 << 20))
+    assert kvio.worth_ordering(request_of(kvio, line, rows, slots=1 << 20, pitch=16384))
+
+
+def test_the_numbers_come_from_the_policy(kvio):
+    policy = kvio.OrderPolicy()
+    request = request_of(kvio, np.arange(COUNT), scattered(), slots=SLOTS)
+    assert kvio.worth_ordering(request, policy=policy)
+    for name in ("span_bytes", "indices", "sweeps"):
+        strict = kvio.OrderPolicy()
+        setattr(strict, name, 1 << 60)
+        assert not kvio.worth_ordering(request, policy=strict), name
+    strict = kvio.OrderPolicy()
+    strict.run_bytes = 512
+    assert not kvio.worth_ordering(request, policy=strict)
+
+
+def test_nothing_to_move_is_not_worth_ordering(kvio):
+    none = np.empty(0, np.int64)
+    policy = kvio.OrderPolicy()
+    policy.indices = 0
+    request = request_of(kvio, none, none, slots=SLOTS)
+    assert not kvio.worth_ordering(request, policy=policy)
+    assert kvio.order_by_host_slot(request) == ([], [])
