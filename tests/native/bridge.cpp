@@ -437,6 +437,10 @@ void bind_copy(py::module_& m) {
       [](const OwningRequest& r, const OrderPolicy& policy) { return worth_ordering(r.request, policy); },
       py::arg("request"), py::kw_only(), py::arg("policy") = OrderPolicy());
   m.def(
+      "worth_ordering_unseen",
+      [](const OwningRequest& r, const OrderPolicy& policy) { return worth_ordering_unseen(r.request, policy); },
+      py::arg("request"), py::kw_only(), py::arg("policy") = OrderPolicy());
+  m.def(
       "order_by_host_slot",
       [](const OwningRequest& r) {
         return r.request.dst_indices.is_int64 ? ordered<int64_t>(r.request) : ordered<int32_t>(r.request);

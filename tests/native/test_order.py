@@ -152,3 +152,20 @@ def test_nothing_to_move_is_not_worth_ordering(kvio):
     request = request_of(kvio, none, none, slots=SLOTS)
     assert not kvio.worth_ordering(request, policy=policy)
     assert kvio.order_by_host_slot(request) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "worth"),
+    [
+        ({}, True),
+        ({"host": "dst"}, True),
+        ({"page_size": 64}, False),  # a promise of runs
+        ({"slots": 1 << 21}, False),  # 1 GiB
+        ({"row_bytes": 4096}, False),
+        ({"count": 60_000}, False),  # 30 MB
+    ],
+)
+def test_rows_that_only_the_gpu_knows_are_ordered_in_large_calls_alone(kvio, change, worth):
+    options = {"slots": 5 << 20, "count": 70_000, **change}
+    at = np.arange(options.pop("count"))
+    assert kvio.worth_ordering_unseen(request_of(kvio, at, at, **options)) is worth
