@@ -105,9 +105,10 @@ std::string explain(const TransferRequest& request) {
   const Stream stream = current_stream(op, request.gpu_index);
   GpuFacts gpu;
   gpu.capturing = is_capturing(stream);
-  const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, gpu));
+  const BackendFacts facts = complete_facts_of(request, gpu);
+  const BackendChoice choice = choose_backend(op, request.backend, facts);
   std::ostringstream text;
-  text << describe(choice);
+  text << describe(choice, facts);
   for (const BufferGroup& group : request.groups) {
     if (group.dst.row_bytes() == 0 || request.num_indices == 0) continue;
     const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);

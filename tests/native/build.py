@@ -29,6 +29,8 @@ SOURCES = (
     CSRC / "request" / "pool_view.cpp",
     CSRC / "plan" / "backend.cpp",
     CSRC / "plan" / "copy_width.cpp",
+    CSRC / "plan" / "rates.cpp",
+    CSRC / "plan" / "run_stats.cpp",
 )
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-fvisibility=hidden")
 
