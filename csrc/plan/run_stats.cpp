@@ -1,6 +1,7 @@
 #include "plan/run_stats.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,13 @@ int64_t indices_per_page(const PoolView& view, int64_t slots_per_index) {
 
 bool is_mask(int64_t count) { return (count & (count - 1)) == 0; }
 
+// 1 for any value but 0, by arithmetic: 64-bit comparisons do not vectorize on every x86-64.
+template <class Index>
+std::make_unsigned_t<Index> is_set(Index value) {
+  const auto bits = static_cast<std::make_unsigned_t<Index>>(value);
+  return static_cast<std::make_unsigned_t<Index>>((bits | (0 - bits)) >> (sizeof(Index) * 8 - 1));
+}
+
 // Branch-free, so that it vectorizes. A mask of all ones never ends a page: entry 0 follows nothing.
 template <class Index>
 int64_t count_steps(const Index* dst, const Index* src, int64_t count, Index dst_mask, Index src_mask) {
@@ -28,12 +36,12 @@ int64_t count_steps(const Index* dst, const Index* src, int64_t count, Index dst
   int64_t breaks = 0;
   for (int64_t begin = 1; begin < count; begin += kBlock) {
     const int64_t end = std::min(count, begin + kBlock);
-    Index here = 0;
+    std::make_unsigned_t<Index> here = 0;
     for (int64_t i = begin; i < end; ++i) {
       const Index off = (dst[i] - dst[i - 1] - 1) | (src[i] - src[i - 1] - 1);
-      here += static_cast<Index>((off != 0) | ((dst[i] & dst_mask) == 0) | ((src[i] & src_mask) == 0));
+      here += is_set<Index>(off) | (1 ^ (is_set<Index>(dst[i] & dst_mask) & is_set<Index>(src[i] & src_mask)));
     }
-    breaks += here;
+    breaks += static_cast<int64_t>(here);
   }
   return breaks;
 }
