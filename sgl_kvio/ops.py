@@ -250,7 +250,7 @@ def set_rates(rates: Sequence[float], source: str = "set by the caller") -> None
         RuntimeError: a wrong number of rates, or one that is negative or not finite.
     """
     global _rates_source
-    _kvio.set_rates(list(rates))
+    _kvio.set_rates([float(rate) for rate in rates])
     _rates_source = source if len(rates) else RATES_BUILT_IN
 
 

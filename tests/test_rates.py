@@ -51,6 +51,8 @@ def test_rates_come_back_as_they_were_set():
     ops.set_rates(some_rates(), source="here")
     assert ops.get_rates() == some_rates()
     assert sgl_kvio.capabilities()["rates"] == "here"
+    ops.set_rates(range(NUM_RATES))
+    assert ops.get_rates() == [float(i) for i in range(NUM_RATES)]
     ops.set_rates([])
     assert ops.get_rates() != some_rates()
     assert sgl_kvio.capabilities()["rates"] == "built-in"

@@ -227,9 +227,7 @@ void count_everything(const char* op, const TransferRequest& request, BackendFac
   set_runs(facts->indices_on_cpu ? count_runs(request) : promised_runs(request), facts);
 }
 
-const char* prefer_name(const BackendFacts& facts) {
-  return facts.prefer == Prefer::kQuiet ? "quiet" : "throughput";
-}
+const char* prefer_name(const BackendFacts& facts) { return facts.prefer == Prefer::kQuiet ? "quiet" : "throughput"; }
 
 void list_candidates(const BackendFacts& facts, const RateTable& rates, std::ostringstream* text) {
   const char* separator = "candidates: ";
