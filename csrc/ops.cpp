@@ -10,6 +10,7 @@
 #include "cpu/transfer.h"
 #include "error.h"
 #include "plan/backend.h"
+#include "plan/rates.h"
 #include "plan/runs.h"
 #include "request/request.h"
 #include "request/torch_tensor_view.h"
@@ -44,6 +45,7 @@ class TransferCall {
     options.index_unit = boxed_string(stack[6]);
     options.backend = boxed_string(stack[7]);
     options.num_blocks = torch::stable::detail::to<int64_t>(stack[8]);
+    options.prefer = boxed_string(stack[9]);
     request = make_transfer_request(op, dst_.views(), src_.views(), dst_indices_.view(), src_indices_.view(), options,
                                     dtype_name);
     if (request.index_device == DeviceKind::kCpu) check_cpu_indices(op, request, debug_checks());
@@ -90,8 +92,9 @@ std::string describe(const TransferRequest& request) {
 void explain_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const TransferCall call("explain", stack);
   const TransferRequest& request = call.request;
-  const BackendChoice choice = choose_backend("explain", request.backend, facts_of(request, GpuFacts()));
-  stack[0] = torch::stable::detail::from(describe(choice) + describe(request));
+  const BackendFacts facts = complete_facts_of(request, GpuFacts());
+  const BackendChoice choice = choose_backend("explain", request.backend, facts);
+  stack[0] = torch::stable::detail::from(describe(choice, facts) + describe(request));
 }
 
 #ifdef KVIO_WITH_GPU
@@ -164,6 +167,13 @@ std::string backend_info() { return "\"driver\": 0, \"devices\": 0, \"entry_poin
 
 #endif
 
+void push_rates(std::vector<double> rates) { set_rates("set_rates", rates); }
+
+std::vector<double> get_rates() {
+  const double* first = &current_rates().gbps[0][0][0][0];
+  return std::vector<double>(first, first + kNumRates);
+}
+
 std::string build_info() {
   return std::string("{\"version\": \"" KVIO_VERSION "\", \"backend\": \"" KVIO_BACKEND_NAME
                      "\", \"archs\": \"" KVIO_ARCHS "\", \"toolkit\": \"" KVIO_TOOLKIT "\", ") +
@@ -176,7 +186,8 @@ std::string build_info() {
 STABLE_TORCH_LIBRARY(kvio, m) {
   m.def(
       "transfer(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int row_ndim=2, "
-      "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0) -> ()");
+      "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0, "
+      "str prefer=\"throughput\") -> ()");
   m.def("memcpy_batch(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, int[] nbytes) -> ()");
   m.def("host_register(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()");
   m.def("host_unregister(Tensor(a!) tensor, int device_index=-1) -> ()");
@@ -184,7 +195,10 @@ STABLE_TORCH_LIBRARY(kvio, m) {
   m.def("take_fault(int device_index=-1) -> int[]");
   m.def(
       "explain(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int row_ndim=2, "
-      "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0) -> str");
+      "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0, "
+      "str prefer=\"throughput\") -> str");
+  m.def("set_rates(float[] rates) -> ()");
+  m.def("get_rates() -> float[]");
   m.def("build_info() -> str");
 }
 
@@ -212,5 +226,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
 STABLE_TORCH_LIBRARY_IMPL(kvio, CompositeExplicitAutograd, m) {
   m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_cpu));
   m.impl("take_fault", TORCH_BOX(&kvio::take_fault));
+  m.impl("set_rates", TORCH_BOX(&kvio::push_rates));
+  m.impl("get_rates", TORCH_BOX(&kvio::get_rates));
   m.impl("build_info", TORCH_BOX(&kvio::build_info));
 }

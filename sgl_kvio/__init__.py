@@ -4,6 +4,7 @@ Importing registers ``torch.ops.kvio.*``; it initializes no GPU and works withou
 """
 
 from sgl_kvio import _binary  # noqa: F401  loads the ops, or says what is wrong with the build
+from sgl_kvio import rates as _rates
 from sgl_kvio._version import __version__
 from sgl_kvio.loader import LayerwiseLoad, LayerwiseLoader
 from sgl_kvio.ops import (
@@ -11,9 +12,11 @@ from sgl_kvio.ops import (
     check,
     device_pointer,
     explain,
+    get_rates,
     host_register,
     host_unregister,
     memcpy_batch,
+    set_rates,
     take_fault,
     transfer,
 )
@@ -28,9 +31,13 @@ __all__ = [
     "check",
     "device_pointer",
     "explain",
+    "get_rates",
     "host_register",
     "host_unregister",
     "memcpy_batch",
+    "set_rates",
     "take_fault",
     "transfer",
 ]
+
+_rates.load()

@@ -1,4 +1,4 @@
-"""The command line: `python -m sgl_kvio demo` and `python -m sgl_kvio doctor`.
+"""The command line: `python -m sgl_kvio demo`, `doctor` and `calibrate`.
 
 Exit status: 0 well, 1 a difference or a failure was found, 2 bad arguments or a missing extra, 141
 when the reader of the output went away (as a shell counts SIGPIPE).
@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sgl_kvio import demo, doctor
+from sgl_kvio import calibrate, demo, doctor
 from sgl_kvio._version import __version__
 
 BROKEN_PIPE_STATUS = 141
@@ -29,6 +29,13 @@ Prints versions, devices, the architectures in the binary, the driver's entry po
 memory can be page-locked, and what transfer would choose for common KV shapes. Needs no GPU and no
 driver."""
 
+CALIBRATE_HELP = """\
+Measures what every backend moves on this machine, by direction, shape and length of a run, and
+stores the table where importing sgl_kvio reads it: $XDG_CACHE_HOME or ~/.cache,
+sgl_kvio/rates-v1.json. From then on backend="auto" chooses by it. Needs a GPU that is idle
+otherwise and 4 GiB of host memory (1 GiB with --quick). Delete the file to go back to the built-in
+table."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
@@ -39,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_demo(commands)
     _add_doctor(commands)
+    _add_calibrate(commands)
     return parser
 
 
@@ -90,7 +98,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add(
         "--backend",
         default=default.backend,
-        help="auto, register or cpu (default: %(default)s)",
+        help="auto, register, tma, copy_engine or cpu (default: %(default)s)",
     )
     add(
         "--page-size",
@@ -125,6 +133,17 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
+def _add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what auto chooses by on this machine",
+        description=CALIBRATE_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="a smaller pool, fewer repeats")
+    parser.add_argument("--out", metavar="FILE", help="store the table there instead")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status (argparse itself exits with 2 on bad arguments)."""
     try:
@@ -155,6 +174,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     if arguments.command == "doctor":
         return doctor.run(as_json=arguments.json)
+    if arguments.command == "calibrate":
+        return calibrate.run(quick=arguments.quick, out=arguments.out)
     names = [field.name for field in dataclasses.fields(demo.DemoOptions)]
     options = demo.DemoOptions(**{name: getattr(arguments, name) for name in names})
     try:

@@ -344,7 +344,7 @@ def _answers(choice: dict[str, Any]) -> tuple[str, ...]:
 def _summary(explanation: str) -> str:
     """An explanation in one line, without what only repeats the question."""
     fields = [line.partition(": ") for line in explanation.splitlines()]
-    repeated = {"backend", "buffers", "indices", "bytes"}
+    repeated = {"backend", "buffers", "indices", "bytes", "candidates"}
     backend = next((value for name, _, value in fields if name == "backend"), "")
     rest = [f"{name}: {value}" for name, _, value in fields if name not in repeated]
     return "; ".join([backend, *rest])

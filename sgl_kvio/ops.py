@@ -19,7 +19,7 @@ _kvio = torch.ops.kvio
 
 
 def _changed(
-    row_ndim: int, page_size: int, index_unit: str, backend: str, num_blocks: int
+    row_ndim: int, page_size: int, index_unit: str, backend: str, num_blocks: int, prefer: str
 ) -> dict[str, Any]:
     """The options that are not the op's defaults: passing one costs a call 0.3 us."""
     options: dict[str, Any] = {}
@@ -33,6 +33,8 @@ def _changed(
         options["backend"] = backend
     if num_blocks != 0:
         options["num_blocks"] = num_blocks
+    if prefer != "throughput":
+        options["prefer"] = prefer
     return options
 
 
@@ -51,6 +53,7 @@ def transfer(
     index_unit: str = "token",
     backend: str = "auto",
     num_blocks: int = 0,
+    prefer: str = "throughput",
 ) -> None:
     """Copy KV-cache rows between pools: ``dst[i][dst_indices] = src[i][src_indices]``, every ``i``.
 
@@ -70,9 +73,16 @@ def transfer(
             with token indices it may only speed things up, never change a byte.
         index_unit: ``"token"``: an index is a token slot. ``"page"``: index ``p`` is the
             ``page_size`` slots from ``p * page_size`` on.
-        backend: ``"auto"``, ``"register"`` (a GPU kernel) or ``"cpu"``. A backend that cannot serve
-            the call raises.
+        backend: ``"auto"``, ``"register"`` (a GPU kernel for rows of any size and alignment),
+            ``"tma"`` (a GPU kernel of bulk copies, compute capability 9.0 and later),
+            ``"copy_engine"`` (driver copies, CPU indices only) or ``"cpu"``. A backend that cannot
+            serve the call raises. ``"auto"`` takes the one with the highest rate for the call's
+            runs, see :func:`explain`; ``KVIO_BACKEND_ORDER``, ``KVIO_TMA=0`` and
+            ``KVIO_COPY_ENGINE=0`` overrule it.
         num_blocks: Most CTAs the GPU kernel may take; 0 lets the library choose.
+        prefer: What ``"auto"`` favours. ``"throughput"``: the highest rate, and among backends
+            within 3% of it the one that disturbs compute least. ``"quiet"``: the one that disturbs
+            compute least among those that have at least 90% of the highest rate.
 
     Stream contract: with any tensor on a GPU the copy is enqueued on the caller's current stream of
     that GPU, after everything enqueued there before, and the call returns without a host sync, with
@@ -104,7 +114,7 @@ def transfer(
             index_unit="page",
         )
     """
-    options = _changed(row_ndim, page_size, index_unit, backend, num_blocks)
+    options = _changed(row_ndim, page_size, index_unit, backend, num_blocks, prefer)
     _kvio.transfer(_as_list(dst), _as_list(src), dst_indices, src_indices, **options)
 
 
@@ -212,14 +222,41 @@ def explain(
     index_unit: str = "token",
     backend: str = "auto",
     num_blocks: int = 0,
+    prefer: str = "throughput",
 ) -> str:
     """What :func:`transfer` would do: backend, reason, launch, rows, bytes, runs. Moves nothing.
 
-    Takes the arguments of :func:`transfer` and raises what it would raise about them. Not for hot
-    loops: torch leaks the text of every op that returns one.
+    On a GPU also the rate to expect and its share of the link, and what every other backend would
+    reach, or why it cannot serve. Takes the arguments of :func:`transfer` and raises what it would
+    raise about them. Not for hot loops: torch leaks the text of every op that returns one.
     """
-    options = _changed(row_ndim, page_size, index_unit, backend, num_blocks)
+    options = _changed(row_ndim, page_size, index_unit, backend, num_blocks, prefer)
     return str(_kvio.explain(_as_list(dst), _as_list(src), dst_indices, src_indices, **options))
+
+
+RATES_BUILT_IN = "built-in"
+_rates_source = RATES_BUILT_IN
+
+
+def set_rates(rates: Sequence[float], source: str = "set by the caller") -> None:
+    """Make ``rates`` the table by which ``backend="auto"`` chooses; an empty one: the built-in.
+
+    GB/s, flat, in the order [register, tma, copy_engine][host to device, device to host][rows of a
+    page follow each other on the host, rows lie apart][runs of 512 B, 1 KiB, ... 4 MiB]; 0 where a
+    backend cannot serve. ``source`` is what :func:`capabilities` says about it. Calls of other
+    threads see the old table or the new one. ``python -m sgl_kvio calibrate`` measures a table.
+
+    Raises:
+        RuntimeError: a wrong number of rates, or one that is negative or not finite.
+    """
+    global _rates_source
+    _kvio.set_rates([float(rate) for rate in rates])
+    _rates_source = source if len(rates) else RATES_BUILT_IN
+
+
+def get_rates() -> list[float]:
+    """The table by which ``backend="auto"`` chooses now, as :func:`set_rates` takes it."""
+    return list(_kvio.get_rates())
 
 
 @functools.cache
@@ -235,9 +272,11 @@ def capabilities() -> dict[str, Any]:
     Keys: ``version``, ``backend`` (``"cpu"``, ``"cuda"``, ``"rocm"``), ``archs`` (list of compute
     capabilities with machine code in the binary), ``toolkit``, ``driver`` (CUDA driver version such
     as 13000, 0 for none), ``devices`` (their number), ``entry_points`` (driver calls found),
-    ``torch``, ``python``. Initializes no device.
+    ``rates`` (the table by which ``backend="auto"`` chooses: ``"built-in"``, or the file it came
+    from), ``torch``, ``python``. Initializes no device.
     """
     info = dict(_build_info())
+    info["rates"] = _rates_source
     info["archs"] = info["archs"].split()
     info["torch"] = torch.__version__
     info["python"] = platform.python_version()
@@ -265,6 +304,7 @@ def _fake_transfer(
     index_unit: str = "token",
     backend: str = "auto",
     num_blocks: int = 0,
+    prefer: str = "throughput",
 ) -> None:
     _refuse_mixed_meta("transfer", [*dst, *src, dst_indices, src_indices])
 
@@ -311,8 +351,21 @@ def _fake_explain(
     index_unit: str = "token",
     backend: str = "auto",
     num_blocks: int = 0,
+    prefer: str = "throughput",
 ) -> str:
     return "backend: unknown while tracing\n"
+
+
+def _fake_set_rates(rates: Sequence[float]) -> None:
+    raise RuntimeError(
+        "kvio::set_rates: changes the process, not a tensor; call it outside the graph"
+    )
+
+
+def _fake_get_rates() -> list[float]:
+    raise RuntimeError(
+        "kvio::get_rates: rates are known only at run time; call it outside the graph"
+    )
 
 
 def _fake_build_info() -> str:
@@ -327,6 +380,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "device_pointer": _fake_device_pointer,
     "take_fault": _fake_take_fault,
     "explain": _fake_explain,
+    "set_rates": _fake_set_rates,
+    "get_rates": _fake_get_rates,
     "build_info": _fake_build_info,
 }
 for _name, _fake in _FAKES.items():

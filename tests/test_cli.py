@@ -73,6 +73,7 @@ def test_no_command_prints_help_and_fails(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "demo" in result.stdout
     assert "doctor" in result.stdout
+    assert "calibrate" in result.stdout
 
 
 def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,8 +165,19 @@ def find_cycle(graph):
 
 MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 # Public modules first; each may import only what stands behind it.
-ORDER = ["__init__", "loader", "pool", "memory", "layouts", "ops", "_binary", "_version", "_C"]
-COMMANDS = {"__main__", "demo", "doctor"}
+ORDER = [
+    "__init__",
+    "loader",
+    "pool",
+    "memory",
+    "layouts",
+    "rates",
+    "ops",
+    "_binary",
+    "_version",
+    "_C",
+]
+COMMANDS = {"__main__", "demo", "doctor", "calibrate"}
 
 
 def test_python_has_no_import_cycle():

@@ -9,7 +9,8 @@ import cases
 import sgl_kvio
 
 TRANSFER_OPTIONS = (
-    'int row_ndim=2, int page_size=1, str index_unit="token", str backend="auto", int num_blocks=0'
+    'int row_ndim=2, int page_size=1, str index_unit="token", str backend="auto", '
+    'int num_blocks=0, str prefer="throughput"'
 )
 SCHEMAS = {
     "transfer": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
@@ -22,6 +23,8 @@ SCHEMAS = {
     "take_fault": "(int device_index=-1) -> int[]",
     "explain": "(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
     f"{TRANSFER_OPTIONS}) -> str",
+    "set_rates": "(float[] rates) -> ()",
+    "get_rates": "() -> float[]",
     "build_info": "() -> str",
 }
 MUTATED = {
@@ -123,7 +126,13 @@ def transfer_samples(device="cpu"):
             index(1, 0),
             index(0, 3),
         ),
-        {"row_ndim": 1, "page_size": 2, "index_unit": "page", "num_blocks": 1},
+        {
+            "row_ndim": 1,
+            "page_size": 2,
+            "index_unit": "page",
+            "num_blocks": 1,
+            "prefer": "quiet",
+        },
     )
     yield ([pool(8, 2, 8)[:, :, :4]], [pool(8, 2, 4, seed=1)], index(1), index(0)), {}
     yield ([], [], index(), index()), {}
@@ -168,11 +177,17 @@ def test_what_only_the_run_knows_is_never_baked_into_a_graph():
             torch.ops.kvio.device_pointer(block)
         with pytest.raises(RuntimeError, match=r"kvio::take_fault: .*outside"):
             torch.ops.kvio.take_fault()
+        with pytest.raises(RuntimeError, match=r"kvio::set_rates: .*outside"):
+            torch.ops.kvio.set_rates([])
+        with pytest.raises(RuntimeError, match=r"kvio::get_rates: .*outside"):
+            torch.ops.kvio.get_rates()
 
 
 def test_opcheck_passes_on_queries():
     checks = ["test_schema", "test_autograd_registration"]
     torch.library.opcheck(torch.ops.kvio.take_fault.default, (), test_utils=checks)
+    torch.library.opcheck(torch.ops.kvio.get_rates.default, (), test_utils=checks)
+    torch.library.opcheck(torch.ops.kvio.set_rates.default, ([],), test_utils=checks)
     # opcheck's comparison of compiled and eager results knows no strings.
     checks.append("test_faketensor")
     torch.library.opcheck(torch.ops.kvio.build_info.default, (), test_utils=checks)
@@ -193,7 +208,14 @@ def test_the_functions_have_the_defaults_of_the_ops(name):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("row_ndim", -1), ("page_size", 0), ("index_unit", "?"), ("backend", "?"), ("num_blocks", -1)],
+    [
+        ("row_ndim", -1),
+        ("page_size", 0),
+        ("index_unit", "?"),
+        ("backend", "?"),
+        ("num_blocks", -1),
+        ("prefer", "?"),
+    ],
 )
 @pytest.mark.parametrize("name", ["transfer", "explain"])
 def test_the_functions_hand_every_option_on(name, option, value):

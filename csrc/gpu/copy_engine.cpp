@@ -202,7 +202,7 @@ std::string explain_copy_engine(const char* op, const TransferRequest& request, 
   for_each_copy_entry(request,
                       [&](const CopyEntry& entry) { host.split(entry, [&](const CopyEntry&) { ++entries; }); });
   std::ostringstream text;
-  text << describe(route) << "\nentries: " << entries;
+  text << describe(route) << "\ndriver copies: " << entries;
   if (entries > 0) text << " of " << request.payload_bytes() / entries << " bytes on average";
   if (route.batched) text << " in " << cut_into_batches(entries).size() << " batches";
   if (refused_batches() > 0) text << "; the driver refused " << refused_batches() << " batches so far";

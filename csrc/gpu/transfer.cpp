@@ -158,8 +158,9 @@ std::string explain(const TransferRequest& request) {
   const DeviceGuard guard(op, device);
   const Stream stream = current_stream(op, device);
   const GpuFacts gpu = gpu_facts(op, device, stream, is_capturing(stream));
-  const BackendChoice choice = choose_backend(op, request.backend, facts_of(request, gpu));
-  std::string text = describe(choice);
+  const BackendFacts facts = complete_facts_of(request, gpu);
+  const BackendChoice choice = choose_backend(op, request.backend, facts);
+  std::string text = describe(choice, facts);
   if (choice.backend == Backend::kCopyEngine) return text + explain_copy_engine(op, request, gpu);
   if (ordered(request)) text += "order: by host address, coarsely\n";
   for (const BufferGroup& group : request.groups) {

@@ -81,15 +81,17 @@ int64_t box_tokens(const TmaPlan& plan, int64_t promised_tokens, const TmaPolicy
 const char* tma_refusal(const TransferRequest& request) {
   for (const BufferGroup& group : request.groups) {
     if (group.dst.row_bytes() == 0) continue;
-    if (group.dst.piece_bytes % kBulkBytes != 0) return "rows (or their pieces) are not a multiple of 16 bytes";
+    if (group.dst.piece_bytes % kBulkBytes != 0)
+      return "rows or their pieces are no multiple of 16 bytes; it needs such as are";
     if (address_alignment(group.dst, group.src, address_bits(group)) < kBulkBytes) {
-      return "an address or a stride is not a multiple of 16 bytes";
+      return "an address or a stride is no multiple of 16 bytes; it needs all of them to be";
     }
     TmaPlan plan;
     plan.dst = group.dst;
     plan.src = group.src;
     plan.slots_per_index = request.slots_per_index;
-    if (!shape_units(&plan, TmaPolicy())) return "rows cannot be cut into equal parts that fit shared memory";
+    if (!shape_units(&plan, TmaPolicy()))
+      return "rows have no equal parts of 36 KiB at most; it needs rows that can be cut so";
   }
   return nullptr;
 }

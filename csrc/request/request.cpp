@@ -139,6 +139,9 @@ void check_options(const char* op, const TransferOptions& o) {
   if (o.num_blocks < 0 || o.num_blocks > 65535) {
     fail(op, "num_blocks is ", o.num_blocks, "; it needs 0 (chosen for you) to 65535");
   }
+  if (o.prefer != "throughput" && o.prefer != "quiet") {
+    fail(op, "prefer is '", o.prefer, "'; it needs 'throughput' or 'quiet'");
+  }
 }
 
 void set_devices(const char* op, TransferRequest* request, const std::vector<TensorView>& dst,
@@ -208,6 +211,7 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
   request.slots_per_index = options.index_unit == "page" ? options.page_size : 1;
   request.num_blocks = options.num_blocks;
   request.backend = options.backend;
+  request.prefer = options.prefer == "quiet" ? Prefer::kQuiet : Prefer::kThroughput;
 
   // Buffers of one pool look alike: each is compared with the previous one before its geometry is worked out anew.
   std::vector<size_t> example;  // per group, the pair it was made from

@@ -35,12 +35,16 @@ struct BufferGroup {
   int64_t src_extent = 0;
 };
 
+// What `auto` is asked to favour: the rate, or the least disturbance of what runs beside the transfer.
+enum class Prefer : uint8_t { kThroughput, kQuiet };
+
 struct TransferOptions {
   int64_t row_ndim = 2;
   int64_t page_size = 1;
   std::string index_unit = "token";
   std::string backend = "auto";
   int64_t num_blocks = 0;
+  std::string prefer = "throughput";
 };
 
 struct TransferRequest {
@@ -52,6 +56,7 @@ struct TransferRequest {
   int64_t page_size = 1;
   int64_t num_blocks = 0;
   std::string backend;
+  Prefer prefer = Prefer::kThroughput;
   DeviceKind dst_device = DeviceKind::kCpu;
   DeviceKind src_device = DeviceKind::kCpu;
   DeviceKind index_device = DeviceKind::kCpu;

@@ -241,7 +241,7 @@ def test_explain_counts_entries_and_names_the_stream(stream):
     with on(stream):
         text = sgl_kvio.explain(dst, src, at, at, backend="copy_engine")
     assert "copy_engine" in text
-    assert "entries: 3 " in text, text
+    assert "driver copies: 3 " in text, text
     if sgl_kvio.capabilities()["entry_points"]["cuMemcpyBatchAsync"]:
         assert ("legacy" in text) == (stream == "legacy"), text
     assert "driver refused" not in text, text

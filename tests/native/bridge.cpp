@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -15,7 +17,9 @@
 #include "plan/copy_plan.h"
 #include "plan/copy_width.h"
 #include "plan/order.h"
+#include "plan/rates.h"
 #include "plan/register_plan.h"
+#include "plan/run_stats.h"
 #include "plan/runs.h"
 #include "plan/tma_plan.h"
 #include "request/pool_view.h"
@@ -118,8 +122,9 @@ struct OwningRequest {
 
 OwningRequest make_request(const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
                            const Tensor& src_indices, int64_t row_ndim, int64_t page_size,
-                           const std::string& index_unit, const std::string& backend, int64_t num_blocks) {
-  const TransferOptions options{row_ndim, page_size, index_unit, backend, num_blocks};
+                           const std::string& index_unit, const std::string& backend, int64_t num_blocks,
+                           const std::string& prefer) {
+  const TransferOptions options{row_ndim, page_size, index_unit, backend, num_blocks, prefer};
   return {make_transfer_request("transfer", views_of(dst), views_of(src), dst_indices.view(), src_indices.view(),
                                 options, name_of),
           dst_indices, src_indices};
@@ -204,7 +209,8 @@ void bind_request(py::module_& m) {
 
   m.def("make_transfer_request", &make_request, py::arg("dst"), py::arg("src"), py::arg("dst_indices"),
         py::arg("src_indices"), py::kw_only(), py::arg("row_ndim") = 2, py::arg("page_size") = 1,
-        py::arg("index_unit") = "token", py::arg("backend") = "auto", py::arg("num_blocks") = 0);
+        py::arg("index_unit") = "token", py::arg("backend") = "auto", py::arg("num_blocks") = 0,
+        py::arg("prefer") = "throughput");
   m.def(
       "check_cpu_indices",
       [](const OwningRequest& r, bool find_duplicates) { check_cpu_indices("transfer", r.request, find_duplicates); },
@@ -244,31 +250,6 @@ void bind_plan(py::module_& m) {
         return runs;
       },
       py::arg("request"), py::arg("group"), py::kw_only(), py::arg("begin") = 0, py::arg("end") = -1);
-
-  m.def(
-      "choose_backend",
-      [](const std::string& wanted, bool any_gpu, bool indices_on_cpu, bool capturing) {
-        BackendFacts facts;
-        facts.any_gpu = any_gpu;
-        facts.indices_on_cpu = indices_on_cpu;
-        facts.gpu.capturing = capturing;
-        const BackendChoice choice = choose_backend("transfer", wanted, facts);
-        return std::make_pair(std::string(backend_name(choice.backend)), std::string(choice.reason));
-      },
-      py::arg("wanted"), py::kw_only(), py::arg("any_gpu"), py::arg("indices_on_cpu"), py::arg("capturing") = false);
-  m.def(
-      "facts_of",
-      [](const OwningRequest& r, bool capturing) {
-        GpuFacts gpu;
-        gpu.capturing = capturing;
-        const BackendFacts facts = facts_of(r.request, gpu);
-        py::dict named;
-        named["any_gpu"] = facts.any_gpu;
-        named["indices_on_cpu"] = facts.indices_on_cpu;
-        named["capturing"] = facts.gpu.capturing;
-        return named;
-      },
-      py::arg("request"), py::kw_only(), py::arg("capturing") = false);
 
   py::class_<UnitShape>(m, "UnitShape")
       .def(py::init([](int64_t packages, int64_t package_bytes, int64_t alignment) {
@@ -448,6 +429,119 @@ void bind_copy(py::module_& m) {
       py::arg("request"), "(dst indices, src indices)");
 }
 
+Backend backend_of(const std::string& name) {
+  for (const Backend backend : {Backend::kCpu, Backend::kRegister, Backend::kTma, Backend::kCopyEngine}) {
+    if (name == backend_name(backend)) return backend;
+  }
+  throw py::value_error("the bridge knows no backend " + name);
+}
+
+RateTable table_of(const std::vector<double>& rates) {
+  if (rates.empty()) return built_in_rates();
+  RateTable table{};
+  if (static_cast<int64_t>(rates.size()) != kNumRates) throw py::value_error("wrong number of rates");
+  std::copy(rates.begin(), rates.end(), &table.gbps[0][0][0][0]);
+  return table;
+}
+
+std::vector<double> flat(const RateTable& table) {
+  const double* first = &table.gbps[0][0][0][0];
+  return std::vector<double>(first, first + kNumRates);
+}
+
+std::pair<std::string, std::string> pair_of(const BackendChoice& choice) {
+  return {backend_name(choice.backend), choice.reason};
+}
+
+std::pair<int64_t, int64_t> pair_of(const RunStats& stats) { return {stats.runs, stats.stretches}; }
+
+// A text that lives on: facts only point at theirs.
+const char* kept(const std::string& text) {
+  static std::set<std::string> texts;
+  return texts.insert(text).first->c_str();
+}
+
+void bind_facts(py::module_& m) {
+  py::enum_<Direction>(m, "Direction")
+      .value("H2D", Direction::kHostToDevice)
+      .value("D2H", Direction::kDeviceToHost)
+      .value("D2D", Direction::kDeviceToDevice)
+      .value("H2H", Direction::kHostToHost);
+  py::enum_<Prefer>(m, "Prefer").value("throughput", Prefer::kThroughput).value("quiet", Prefer::kQuiet);
+  py::class_<GpuFacts>(m, "GpuFacts")
+      .def(py::init<>())
+      .def_readwrite("compute_major", &GpuFacts::compute_major)
+      .def_readwrite("capturing", &GpuFacts::capturing)
+      .def_readwrite("legacy_stream", &GpuFacts::legacy_stream)
+      .def_readwrite("has_batch_call", &GpuFacts::has_batch_call)
+      .def_readwrite("has_tensor_maps", &GpuFacts::has_tensor_maps);
+  py::class_<BackendFacts>(m, "BackendFacts")
+      .def(py::init<>())
+      .def_readwrite("any_gpu", &BackendFacts::any_gpu)
+      .def_readwrite("indices_on_cpu", &BackendFacts::indices_on_cpu)
+      .def_readwrite("direction", &BackendFacts::direction)
+      .def_readwrite("gpu", &BackendFacts::gpu)
+      .def_readwrite("host_rows_apart", &BackendFacts::host_rows_apart)
+      .def_readwrite("row_bytes", &BackendFacts::row_bytes)
+      .def_readwrite("run_bytes", &BackendFacts::run_bytes)
+      .def_readwrite("stretch_bytes", &BackendFacts::stretch_bytes)
+      .def_readwrite("num_entries", &BackendFacts::num_entries)
+      .def_readwrite("payload_bytes", &BackendFacts::payload_bytes)
+      .def_readwrite("host_span_bytes", &BackendFacts::host_span_bytes)
+      .def_readwrite("prefer", &BackendFacts::prefer)
+      .def_property(
+          "tma_refusal",
+          [](const BackendFacts& f) {
+            return f.tma_refusal == nullptr ? py::object(py::none()) : py::str(f.tma_refusal);
+          },
+          [](BackendFacts& f, const std::string& text) { f.tma_refusal = text.empty() ? nullptr : kept(text); })
+      .def_property_readonly("no_tma", [](const BackendFacts& f) { return f.overrides.no_tma; })
+      .def_property_readonly("no_copy_engine", [](const BackendFacts& f) { return f.overrides.no_copy_engine; })
+      .def_property_readonly("order",
+                             [](const BackendFacts& f) {
+                               std::vector<std::string> names;
+                               for (int i = 0; i < f.overrides.num_ordered; ++i) {
+                                 names.emplace_back(backend_name(f.overrides.order[i]));
+                               }
+                               return names;
+                             })
+      .def("read_environment", [](BackendFacts& f) { f.overrides = overrides_from_environment("transfer"); });
+
+  m.def("facts_of", [](const OwningRequest& r, const GpuFacts& gpu) { return facts_of(r.request, gpu); });
+  m.def("complete_facts_of",
+        [](const OwningRequest& r, const GpuFacts& gpu) { return complete_facts_of(r.request, gpu); });
+  m.def("count_runs", [](const OwningRequest& r) { return pair_of(count_runs(r.request)); }, "(runs, stretches)");
+  m.def("promised_runs", [](const OwningRequest& r) { return pair_of(promised_runs(r.request)); }, "(runs, stretches)");
+
+  m.def(
+      "choose_backend",
+      [](const std::string& wanted, const BackendFacts& facts, const std::vector<double>& rates) {
+        return pair_of(choose_backend("transfer", wanted, facts, table_of(rates)));
+      },
+      py::arg("wanted"), py::arg("facts"), py::arg("rates") = std::vector<double>(), "(backend, reason)");
+  m.def("choose_by_current_rates", [](const std::string& wanted, const BackendFacts& facts) {
+    return pair_of(choose_backend("transfer", wanted, facts));
+  });
+  m.def(
+      "expected_gbps",
+      [](const std::string& backend, const BackendFacts& facts, const std::vector<double>& rates) {
+        return expected_gbps(table_of(rates), backend_of(backend), facts);
+      },
+      py::arg("backend"), py::arg("facts"), py::arg("rates") = std::vector<double>());
+  m.def("describe", [](const std::string& wanted, const BackendFacts& facts) {
+    return describe(choose_backend("explain", wanted, facts), facts);
+  });
+  m.def("rate_of", [](const std::vector<double>& rates, const std::string& backend, Direction direction,
+                      bool rows_apart, double run_bytes) {
+    return rate_of(table_of(rates), backend_of(backend), direction, rows_apart, run_bytes);
+  });
+  m.def("link_rate",
+        [](const std::vector<double>& rates, Direction direction) { return link_rate(table_of(rates), direction); });
+  m.def("set_rates", [](const std::vector<double>& rates) { set_rates("set_rates", rates); });
+  m.def("current_rates", [] { return flat(current_rates()); });
+  m.def("built_in_rates", [] { return flat(built_in_rates()); });
+}
+
 }  // namespace
 }  // namespace kvio
 
@@ -457,4 +551,5 @@ PYBIND11_MODULE(kvio_native, m) {
   kvio::bind_plan(m);
   kvio::bind_tma_plan(m);
   kvio::bind_copy(m);
+  kvio::bind_facts(m);
 }

@@ -32,6 +32,8 @@ SOURCES = (
     CSRC / "plan" / "copy_plan.cpp",
     CSRC / "plan" / "copy_width.cpp",
     CSRC / "plan" / "order.cpp",
+    CSRC / "plan" / "rates.cpp",
+    CSRC / "plan" / "run_stats.cpp",
 )
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-fvisibility=hidden")
 
