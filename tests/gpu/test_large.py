@@ -79,8 +79,9 @@ def test_rows_beyond_4_gib_are_found(host, device, direction, view, index_dtype,
     check_rows(dst, src, rows, rows.flip(0), index_dtype, index_place)
 
 
+@pytest.mark.parametrize("backend", ["register", "tma", "copy_engine"])
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_pages_beyond_4_gib_are_found(host, device, page_size):
+def test_pages_beyond_4_gib_are_found(host, device, page_size, backend):
     """The same bytes as [pages, page_size, row] views, by page index."""
     slots = SIZE // ROW // 64 * 64
     paged_host, paged_device = (block[: slots * ROW].view(-1, 64, ROW) for block in (host, device))
@@ -90,8 +91,9 @@ def test_pages_beyond_4_gib_are_found(host, device, page_size):
     flat_host[pages] = cases.contiguous_pool((len(pages), page_bytes), torch.uint8, 3)
     flat_device[pages.cuda()] = 0
     want = flat_host[pages.flip(0)]
-    at, frm = pages.cuda().int(), pages.flip(0).cuda().int()
-    options = {"row_ndim": 1, "page_size": page_size, "index_unit": "page"}
+    place = "cpu" if backend == "copy_engine" else "cuda"
+    at, frm = pages.to(place).int(), pages.flip(0).to(place).int()
+    options = {"row_ndim": 1, "page_size": page_size, "index_unit": "page", "backend": backend}
     sgl_kvio.transfer(paged_device, paged_host, at, frm, **options)
     sgl_kvio.check()
     assert_same_bytes(flat_device[pages.cuda()], want, "pages")

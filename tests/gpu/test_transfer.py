@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,9 +21,21 @@ CASES = cases.selected(gpu=True)
 DIRECTIONS = ("h2d", "d2h", "d2d")
 
 
+def register(*arguments, **options):
+    """The register kernel, but between host pools with CPU indices: there no GPU takes part."""
+    on_gpu = any(item.is_cuda for item in (*arguments[0], *arguments[1], *arguments[2:]))
+    sgl_kvio.transfer(*arguments, backend="register" if on_gpu else "auto", **options)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_moves_the_named_rows_and_no_other_byte(case):
-    check_case(case, sgl_kvio.transfer, "cuda")
+    check_case(case, register, "cuda")
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=lambda case: case.name)
+@pytest.mark.parametrize("prefer", ["throughput", "quiet"])
+def test_whatever_auto_chooses_moves_the_named_rows_and_no_other_byte(case, prefer):
+    check_case(case, partial(sgl_kvio.transfer, prefer=prefer), "cuda")
 
 
 def put(tensor, place):
@@ -105,14 +118,20 @@ def test_the_last_bytes_of_a_row_arrive_however_few_rows_there_are(direction, co
 @pytest.mark.parametrize("row_bytes", [24, 130, 512, 576])
 @pytest.mark.parametrize("page_size", [3, 64, 256])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_whole_pages_are_exact_however_long(direction, page_size, row_bytes):
+@pytest.mark.parametrize("backend", ["auto", "register"])
+def test_whole_pages_are_exact_however_long(backend, direction, page_size, row_bytes):
     pages = 40
     src = put(cases.contiguous_pool((pages, page_size, row_bytes), torch.uint8, 0), direction[0])
     dst = put(cases.contiguous_pool((pages, page_size, row_bytes), torch.uint8, 1), direction[2])
     generator = torch.Generator().manual_seed(2)
     at, frm = (torch.randperm(pages, generator=generator)[:25] for _ in range(2))
     want = moved(dst, src, at, frm)
-    options = {"row_ndim": 1, "page_size": page_size, "index_unit": "page"}
+    options = {
+        "row_ndim": 1,
+        "page_size": page_size,
+        "index_unit": "page",
+        "backend": backend,
+    }
     sgl_kvio.transfer(dst, src, at.cuda(), frm.cuda(), **options)
     torch.cuda.synchronize()
     assert_same_bytes(dst, want, "destination")
