@@ -45,6 +45,16 @@ def expected_bytes(transfer: Transfer) -> torch.Tensor:
     return result
 
 
+def has_bulk_copies() -> bool:
+    """Whether the GPU can serve backend="tma"."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
+
+
+needs_bulk_copies = pytest.mark.skipif(
+    not has_bulk_copies(), reason="needs compute capability 9.0 or later"
+)
+
+
 def synchronize() -> None:
     """Waits for every GPU: a host pool says nothing about which one wrote it."""
     if torch.cuda.is_initialized():

@@ -7,12 +7,9 @@ import torch
 
 import cases
 import sgl_kvio
-from reference import assert_same_bytes, check_transfer, moved, refused
+from reference import assert_same_bytes, check_transfer, moved, needs_bulk_copies, refused
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] < 9,
-    reason="needs compute capability 9.0",
-)
+pytestmark = needs_bulk_copies
 
 tma = functools.partial(sgl_kvio.transfer, backend="tma")
 
