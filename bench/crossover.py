@@ -52,6 +52,7 @@ KIB = 1 << 10
 ROW = 512
 # Driver copies cost about a microsecond each: more of them would only make a slow cell slower.
 MAX_ENTRIES = 16384
+ENTRY_BYTES = 64 * KIB
 AUTO_SHARE = 0.97
 REPEATS = 7
 
@@ -93,7 +94,11 @@ def sizes_for(options: RunOptions, arena: Arena) -> Sizes:
         run_bytes=tuple(1 << power for power in exponents if 2 << power <= call),
         span_gib=tuple(dict.fromkeys(min(span, host_gib) for span in spans)),
         span_tokens=131072 if on_gpu else 8192,
-        entries=(64, 512, 4096) if on_gpu else (64, 256),
+        entries=tuple(
+            count
+            for count in ((64, 512, 4096) if on_gpu else (64, 256))
+            if 2 * count * ENTRY_BYTES <= room
+        ),
         load_layers=8,
         load_pages=min(128 if on_gpu else 8, pool // page_bytes),
         groups=(1, 4, layers - 1) if quick else (1, 2, 4, 8, layers - 1),
@@ -297,7 +302,8 @@ def cost_words(cost: dict[str, Any]) -> str:
 def entries_case(backend: str, entries: int, layers: int = 1) -> Case:
     """`entries` runs of 64 KiB over `layers` layers of K and V, host to device."""
     tokens = entries // (2 * layers) * PAGE
-    return Case(1, tokens, layers, 2 * tokens, backend=backend, row_bytes=1024, indices="cpu")
+    row = ENTRY_BYTES // PAGE
+    return Case(1, tokens, layers, 2 * tokens, backend=backend, row_bytes=row, indices="cpu")
 
 
 def entry_cost(run: Recorder, backend: str, entries: int) -> dict[str, Any] | None:

@@ -330,7 +330,10 @@ class Feeder:
     def _feed(self) -> None:
         ahead: collections.deque[Any] = collections.deque()
         number = 0
-        while not self._stop.is_set():
+        last = False
+        while not last:
+            # One more transfer after the stop, so that the last one ends after the loop.
+            last = self._stop.is_set()
             self._call(number)
             mark = self._timeline.mark()
             self._ends.append(mark)
