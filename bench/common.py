@@ -138,17 +138,19 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Host time from the first call until the device is idle again."""
+    """Host time from the first call, on a side stream, until the device is idle again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = new_side_stream(device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        synchronize(self._device)
-        start = time.perf_counter()
-        work()
-        synchronize(self._device)
-        return time.perf_counter() - start
+        with torch.cuda.stream(self._stream):
+            synchronize(self._device)
+            start = time.perf_counter()
+            work()
+            synchronize(self._device)
+            return time.perf_counter() - start
 
 
 class StreamClock:
@@ -174,6 +176,14 @@ def synchronize(device: torch.device) -> None:
     """Waits for all work of a CUDA device; the CPU has nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def new_side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for `torch.cuda.stream`: on the legacy default one a backend may be another path.
+
+    None, which that takes too, without a GPU.
+    """
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def device_clock(device: torch.device) -> Clock:
@@ -219,22 +229,23 @@ def host_cost_us(
     drain_every: int = 16,
     drain: Callable[[object], object] | None = None,
 ) -> dict[str, float]:
-    """Host microseconds that one `call` keeps its thread busy, over many calls.
+    """Host microseconds that one `call` on a side stream keeps its thread busy, over many calls.
 
     The device is drained every `drain_every` calls, outside of the timing: a full launch queue
     would block the thread and be counted as cost of the call. `drain` gets what the call returned
     and waits for what a synchronized device does not cover.
     """
     wait = drain or (lambda answer: synchronize(device))
-    for _ in range(min(16, calls)):
-        wait(call())
     samples: list[float] = []
-    for index in range(calls):
-        start = time.perf_counter_ns()
-        answer = call()
-        samples.append((time.perf_counter_ns() - start) / 1e3)
-        if index % drain_every == drain_every - 1:
-            wait(answer)
+    with torch.cuda.stream(new_side_stream(device)):
+        for _ in range(min(16, calls)):
+            wait(call())
+        for index in range(calls):
+            start = time.perf_counter_ns()
+            answer = call()
+            samples.append((time.perf_counter_ns() - start) / 1e3)
+            if index % drain_every == drain_every - 1:
+                wait(answer)
     synchronize(device)
     samples.sort()
     return {

@@ -37,6 +37,7 @@ from common import (
     host_cost_us,
     machine_title,
     measure_ceilings,
+    new_side_stream,
     print_ceilings,
     print_drift,
     print_table,
@@ -51,7 +52,8 @@ SECTIONS = ("runs", "large_pools", "cpu", "groups")
 KIB = 1 << 10
 ROW = 512
 # Driver copies cost about a microsecond each: more of them would only make a slow cell slower.
-MAX_ENTRIES = 16384
+MAX_ENTRIES = 4096
+CALLS_OF_MANY_ENTRIES = 2
 ENTRY_BYTES = 64 * KIB
 AUTO_SHARE = 0.97
 REPEATS = 7
@@ -66,6 +68,7 @@ class Sizes:
     call_bytes: int
     run_bytes: tuple[int, ...]
     span_gib: tuple[float, ...]
+    span_rows: tuple[int, ...]
     span_tokens: int
     entries: tuple[int, ...]
     load_layers: int
@@ -93,6 +96,7 @@ def sizes_for(options: RunOptions, arena: Arena) -> Sizes:
         call_bytes=call,
         run_bytes=tuple(1 << power for power in exponents if 2 << power <= call),
         span_gib=tuple(dict.fromkeys(min(span, host_gib) for span in spans)),
+        span_rows=(512,) if quick else (512, 1152),
         span_tokens=131072 if on_gpu else 8192,
         entries=tuple(
             count
@@ -142,12 +146,18 @@ def run_cell(sizes: Sizes, direction: str, layout: str, run_bytes: int) -> Case:
 
 
 def with_provider(cell: Case, backend: str, place: str) -> Case:
+    """The cell served by one backend; with less to move where that would be too many entries."""
     case = replace(cell, backend=backend, indices=place)
     if backend != "copy_engine":
         return case
     entry_tokens = cell.run_tokens if cell.layout == "layer_first" else 1
-    most = max(cell.run_tokens, MAX_ENTRIES // 2 * entry_tokens)
+    most = max(cell.run_tokens, MAX_ENTRIES // cell.buffers * entry_tokens)
     return replace(case, tokens=min(cell.tokens, most))
+
+
+def calls_of(case: Case, usual_tokens: int) -> int:
+    """Calls of one repeat: few where entries were cut down for being slow, otherwise as usual."""
+    return CALLS_OF_MANY_ENTRIES if case.tokens < usual_tokens else 0
 
 
 def measure_runs(run: Recorder, sizes: Sizes, backends: Sequence[str]) -> list[dict[str, Any]]:
@@ -161,7 +171,7 @@ def measure_runs(run: Recorder, sizes: Sizes, backends: Sequence[str]) -> list[d
             if cell.tokens > cell.pool_slots:
                 continue
             rates = {
-                (backend, place): measured_rate(run, with_provider(cell, backend, place))
+                (backend, place): run_rate(run, cell, backend, place)
                 for backend, place in providers(run.device, backends)
             }
             mine = auto_shares(cell, rates)
@@ -171,14 +181,13 @@ def measure_runs(run: Recorder, sizes: Sizes, backends: Sequence[str]) -> list[d
     return shares
 
 
-def measured_rate(run: Recorder, case: Case) -> float | None:
-    record = run.measure(case, section="runs")
+def run_rate(run: Recorder, cell: Case, backend: str, place: str) -> float | None:
+    case = with_provider(cell, backend, place)
+    record = run.measure(case, calls=calls_of(case, cell.tokens), section="runs")
     return None if record is None else record["gbps_median"]
 
 
-def auto_shares(
-    cell: Case, rates: dict[tuple[str, str], float | None]
-) -> Iterator[dict[str, Any]] | list[dict[str, Any]]:
+def auto_shares(cell: Case, rates: dict[tuple[str, str], float | None]) -> list[dict[str, Any]]:
     """For each index place: what `auto` reached of the best backend named outright."""
     found = []
     for place in ("gpu", "cpu"):
@@ -250,13 +259,16 @@ def large_pool_case(sizes: Sizes, span_gib: float, row: int, backend: str, place
 def measure_large_pools(run: Recorder, sizes: Sizes, backends: Sequence[str]) -> None:
     """GB/s over growing host pools; rows in host-address order show what order is worth."""
     print("\nscattered rows over large host pools, H2D, GB/s")
-    for row, span in itertools.product((512, 1152), sizes.span_gib):
+    for row, span in itertools.product(sizes.span_rows, sizes.span_gib):
         cells = []
         for backend, place in providers(run.device, backends):
             case = large_pool_case(sizes, span, row, backend, place)
             patterns = ("scattered", "host_order") if backend == "register" else ("scattered",)
             for pattern in patterns:
-                record = run.measure(replace(case, pattern=pattern), section="large_pools")
+                calls = CALLS_OF_MANY_ENTRIES if backend == "copy_engine" else 0
+                record = run.measure(
+                    replace(case, pattern=pattern), calls=calls, section="large_pools"
+                )
                 rate = "-" if record is None else f"{record['gbps_median']:.2f}"
                 mark = "ordered " if pattern == "host_order" else ""
                 cells.append(f"{backend}/{place} {mark}{rate:>5}")
@@ -324,8 +336,10 @@ def load_cost(
     case = entries_case(backend, entries, layers)
     if run.ready(case) is None:
         return None
-    loads = Loads(run.arena, case, "layer_first", submit=submit)
-    with loads:
+    with Loads(run.arena, case, "layer_first", submit=submit) as loads:
+        if not loads.moves_exact_bytes():
+            run.note_wrong_bytes({**case.as_record(), "submit": submit})
+            return None
         cost = host_cost_us(loads.load, run.device, 30, 1, drain=lambda load: load.synchronize())
     return note_cost(run, case, cost, entries=entries, submit=submit)
 
@@ -345,6 +359,7 @@ class Loads:
     def __init__(self, arena: Arena, case: Case, layout: str, **options: Any) -> None:
         self._arena = arena
         self._case = case
+        self._layout = layout
         self._host = pool_layers(arena.host, case, layout, case.pool_slots)
         self._far = pool_layers(arena.device, case, layout, case.device_pool_slots)
         generator = torch.Generator().manual_seed(case.tokens)
@@ -369,15 +384,19 @@ class Loads:
         return self.loader.load(*self._indices, index_unit="page")
 
     def moves_exact_bytes(self) -> bool:
-        """Loads into a wiped device pool and compares every layer with a gather on the CPU."""
-        self._arena.device[: self._case.device_pool_bytes].zero_()
+        """Loads into a wiped device pool and compares every layer with a gather by torch."""
+        arena, case = self._arena, self._case
+        arena.device[: case.device_pool_bytes].zero_()
         self.load().synchronize()
-        token = torch.arange(self._case.run_tokens)
-        slots = [(ids[:, None] * self._case.run_tokens + token).flatten() for ids in self._ids]
-        where = self._arena.where
+        arena.refresh_mirror(0)
+        mirror = pool_layers(arena.mirror, case, self._layout, case.pool_slots)
+        token = torch.arange(case.run_tokens)
+        host_slots, far_slots = (
+            (ids[:, None] * case.run_tokens + token).flatten().to(arena.where) for ids in self._ids
+        )
         return all(
-            torch.equal(gather(source, slots[0]).to(where), gather(target, slots[1].to(where)))
-            for sources, targets in zip(self._host, self._far, strict=True)
+            torch.equal(gather(source, host_slots), gather(target, far_slots))
+            for sources, targets in zip(mirror, self._far, strict=True)
             for source, target in zip(sources, targets, strict=True)
         )
 
@@ -429,10 +448,13 @@ def measure_groups(run: Recorder, sizes: Sizes, backends: Sequence[str]) -> list
         "layers, page_first_direct on both sides; us to layer 0 / to the last (GB/s)"
     )
     # One stream of the caller's own: the legacy default stream would serialize with the side one.
-    stream = torch.cuda.Stream(run.device) if run.device.type == "cuda" else None
+    stream = new_side_stream(run.device)
     loads = []
+    # Where each backend's indices are in practice: more would only repeat section runs.
+    pairs = [(backend, Case(1, 0, 1, 1, backend=backend).index_place) for backend in backends]
+    on_cpu = [("cpu", "cpu")] if run.device.type != "cuda" else []
     for (backend, place), submit in itertools.product(
-        providers(run.device, backends), ("caller", "thread")
+        [*pairs, *on_cpu, ("auto", "cpu")], ("caller", "thread")
     ):
         cells = []
         for group in sizes.groups:

@@ -36,6 +36,7 @@ from common import (
     finish,
     machine_title,
     measure_ceilings,
+    new_side_stream,
     print_ceilings,
     print_drift,
     print_table,
@@ -292,7 +293,7 @@ class Feeder:
         self._call = call
         self._timeline = timeline
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = new_side_stream(device)
         self._ends: list[Any] = []
         self._started = threading.Event()
         self._stop = threading.Event()

@@ -25,6 +25,7 @@ from common import (
     device_clock,
     fill_random,
     host_cost_us,
+    new_side_stream,
     synchronize,
     time_calls,
 )
@@ -205,7 +206,8 @@ class Job:
         else:
             fill_random(device_pool)
         synchronize(self._arena.where)
-        self.call(0)
+        with torch.cuda.stream(new_side_stream(self._arena.where)):
+            self.call(0)
         synchronize(self._arena.where)
         rows = self._sets[0]
         pairs = zip(self._host_rows(rows), self._buffers(self._far, 0), strict=True)
