@@ -223,11 +223,11 @@ def time_calls(
 
 
 def host_cost_us(
-    call: Callable[[], object],
+    call: Callable[[], Any],
     device: torch.device,
     calls: int,
     drain_every: int = 16,
-    drain: Callable[[object], object] | None = None,
+    drain: Callable[[Any], object] | None = None,
 ) -> dict[str, float]:
     """Host microseconds that one `call` on a side stream keeps its thread busy, over many calls.
 

@@ -23,7 +23,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jobs import GPU_BACKENDS, MHA_ROWS, MLA_ROWS, PAGE, Case, Job, Recorder, gather, pool_layers
+from jobs import (
+    GPU_BACKENDS,
+    MHA_ROWS,
+    MLA_ROWS,
+    PAGE,
+    Case,
+    Job,
+    Recorder,
+    ctas_words,
+    gather,
+    pool_layers,
+)
 
 from common import (
     GIB,
@@ -314,8 +325,8 @@ def cost_words(cost: dict[str, Any]) -> str:
 def entries_case(backend: str, entries: int, layers: int = 1) -> Case:
     """`entries` runs of 64 KiB over `layers` layers of K and V, host to device."""
     tokens = entries // (2 * layers) * PAGE
-    row = ENTRY_BYTES // PAGE
-    return Case(1, tokens, layers, 2 * tokens, backend=backend, row_bytes=row, indices="cpu")
+    case = Case(1, tokens, layers, 2 * tokens, row_bytes=ENTRY_BYTES // PAGE, index_unit="page")
+    return replace(case, backend=backend, indices="cpu")
 
 
 def entry_cost(run: Recorder, backend: str, entries: int) -> dict[str, Any] | None:
@@ -523,17 +534,18 @@ def promises() -> Iterator[Promise]:
             yield promise_of(replace(case, num_blocks=ctas), gbps)
     for ctas, gbps in ((1, 30), (2, 50)):
         yield promise_of(replace(one_layer, run_tokens=16, num_blocks=ctas), gbps)
-    one_call = Case(1, 256 * MIB // (2 * ROW), 1, GIB // (2 * ROW), backend="copy_engine")
+    engine: dict[str, Any] = {"backend": "copy_engine", "index_unit": "page"}
+    one_call = Case(1, 256 * MIB // (2 * ROW), 1, GIB // (2 * ROW), **engine)
     for run_tokens, gbps in ((64, 45), (128, 49.5), (256, 52), (1024, 53.5)):
         yield promise_of(replace(one_call, run_tokens=run_tokens), gbps, "one call of 256 MiB", 1)
-    flow = Case(1, 32768, 32, 65536, backend="copy_engine", run_tokens=128)
+    flow = Case(1, 32768, 32, 65536, run_tokens=128, **engine)
     yield promise_of(flow, 53.5, "40 layer calls of 512 entries", 40)
     scattered = Case(1, 131072, 1, GIB // (2 * ROW), backend="auto", pattern="scattered")
     yield promise_of(replace(scattered, num_blocks=4), 50, "scattered tokens, 1 GiB pool")
 
 
 def promise_of(case: Case, gbps: float, words: str = "", calls: int = 0) -> Promise:
-    ctas = f", {case.num_blocks} CTAs" if case.num_blocks else ""
+    ctas = f", {ctas_words(case.num_blocks)}" if case.num_blocks else ""
     run = f"{case.run_bytes // KIB} KiB runs" if case.pattern == "pages" else "single rows"
     rows = f"{case.row_bytes} B {'K+V' if case.buffers == 2 else 'MLA'}"
     what = f"{case.backend} {case.direction} {case.layout} {rows}, {run}{ctas}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import statistics
 import sys
 import threading
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from jobs import PAGE, Case, Recorder
+from jobs import PAGE, Case, Recorder, ctas_words
 
 from common import (
     GIB,
@@ -228,8 +229,8 @@ class Provider:
 def base_case(device: torch.device) -> Case:
     """32 MiB a call: one layer of K and V, pages of 64 KiB in random order."""
     if device.type == "cuda":
-        return Case(1, 16384, 32, 32768, row_bytes=ROW)
-    return Case(1, 512, 2, 1024, row_bytes=ROW)
+        return Case(1, 16384, 32, 32768, row_bytes=ROW, index_unit="page")
+    return Case(1, 512, 2, 1024, row_bytes=ROW, index_unit="page")
 
 
 def providers(device: torch.device, directions: Sequence[str]) -> Iterator[Provider]:
@@ -246,18 +247,17 @@ def named_cases(base: Case, device: torch.device) -> Iterator[tuple[str, Case]]:
         return
     for backend, ctas in (("register", (2, 4)), ("tma", (1, 2))):
         for count in ctas:
-            yield f"{backend}, {count} CTAs", replace(base, backend=backend, num_blocks=count)
+            yield (
+                f"{backend}, {ctas_words(count)}",
+                replace(base, backend=backend, num_blocks=count),
+            )
     for run_tokens in (PAGE, 8 * PAGE):
         case = replace(base, backend="copy_engine", run_tokens=run_tokens)
         yield f"copy_engine, {run_tokens * ROW >> 10} KiB runs", case
-    for prefer, place in (("throughput", "gpu"), ("throughput", "cpu"), ("quiet", "cpu")):
+    for prefer, place in itertools.product(("throughput", "quiet"), ("gpu", "cpu")):
         words = "" if prefer == "throughput" else f", prefer={prefer}"
         case = replace(base, backend="auto", indices=place, prefer=prefer)
         yield f"auto, indices on {place}{words}", case
-    yield (
-        "auto, indices on gpu, prefer=quiet",
-        replace(base, backend="auto", indices="gpu", prefer="quiet"),
-    )
 
 
 def caller_of(run: Recorder, provider: Provider) -> Callable[[int], object] | None:

@@ -126,6 +126,11 @@ class Case:
         return f"{words} over {self.pool_bytes / GIB:.3g} GiB" if self.pool_layers == 1 else words
 
 
+def ctas_words(count: int) -> str:
+    """`num_blocks` in words."""
+    return f"{count} CTA{'' if count == 1 else 's'}"
+
+
 # Configurations that differ only in the number of CTAs: one printed line.
 Group = list[Case]
 
@@ -273,7 +278,7 @@ def mover(case: Case) -> Callable[..., None]:
         return _torch_index
     if case.backend == "torch_fancy":
         return _torch_fancy
-    options = {} if case.prefer == "throughput" else {"prefer": case.prefer}
+    options: dict[str, Any] = {} if case.prefer == "throughput" else {"prefer": case.prefer}
     return functools.partial(
         sgl_kvio.transfer,
         page_size=case.page_size,
