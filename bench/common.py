@@ -6,6 +6,7 @@ otherwise.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import datetime
 import json
@@ -13,6 +14,8 @@ import math
 import os
 import platform
 import re
+import secrets
+import shlex
 import statistics
 import subprocess
 import time
@@ -22,7 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
-from sgl_kvio.memory import HostMemory
+import sgl_kvio
+from sgl_kvio.memory import HostMemory, memory_limits
 
 SCHEMA_VERSION = 1
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -41,31 +45,51 @@ class Arena:
     `host` is page-locked memory (plain memory without a GPU): made as HostKVPool makes its own
     (`host_memory="pool"`), or by the driver, through torch's pin_memory (`"driver"`).
     `mirror` holds the same bytes on the device, for checks, and is `host` itself without a GPU.
-    `device` is as large, for device pools. All three are 1-D uint8 tensors of `nbytes`.
+    `device` is as large, for device pools. All three are 1-D uint8 tensors of `nbytes`; with
+    `device_nbytes` the two on the device are smaller, and `mirror` holds the first bytes of `host`.
     """
 
     _PIECE = 64 * MIB
 
-    def __init__(self, where: torch.device, nbytes: int, host_memory: str = "pool") -> None:
+    def __init__(
+        self,
+        where: torch.device,
+        nbytes: int,
+        host_memory: str = "pool",
+        device_nbytes: int | None = None,
+    ) -> None:
         self.where = where
         self.nbytes = nbytes
+        small = nbytes if device_nbytes is None else min(nbytes, device_nbytes)
         self._memory: HostMemory | None = None
         if host_memory == "pool":
             self._memory = HostMemory(nbytes, device_index=where.index)
             self.host = self._memory.tensor
         else:
             self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=where.type == "cuda")
-        self.device = torch.empty(nbytes, dtype=torch.uint8, device=where)
+        self.device = torch.empty(small, dtype=torch.uint8, device=where)
         self.mirror = torch.empty_like(self.device) if where.type == "cuda" else self.host
+        self._stale = 0
         fill_random(self.device)
-        fill_random(self.mirror)
-        if self.mirror is not self.host:
-            self._copy(self.host, self.mirror)
+        if self.mirror is self.host:
+            fill_random(self.host)
+            return
+        # The head last, so that the mirror ends up with its bytes.
+        for start in reversed(range(0, nbytes, small)):
+            piece = self.host[start : start + small]
+            fill_random(self.mirror)
+            self._copy(piece, self.mirror[: piece.numel()])
 
-    def refresh_mirror(self, nbytes: int) -> None:
-        """Brings the first `nbytes` of `mirror` up to date with what was written to `host`."""
-        if self.mirror is not self.host:
-            self._copy(self.mirror[:nbytes], self.host[:nbytes])
+    def refresh_mirror(self, written: int) -> None:
+        """Brings `mirror` up to date after the first `written` bytes of `host` were written to."""
+        stale = min(max(written, self._stale), self.mirror.numel())
+        self._stale = 0
+        if self.mirror is not self.host and stale:
+            self._copy(self.mirror[:stale], self.host[:stale])
+
+    def note_written(self, written: int) -> None:
+        """Says that the first `written` bytes of `host` were written to, without a refresh."""
+        self._stale = max(written, self._stale)
 
     def close(self) -> None:
         """Gives the memory back; tensors cut from it must be gone."""
@@ -114,17 +138,19 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Host time from the first call until the device is idle again."""
+    """Host time from the first call, on a side stream, until the device is idle again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._stream = new_side_stream(device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        synchronize(self._device)
-        start = time.perf_counter()
-        work()
-        synchronize(self._device)
-        return time.perf_counter() - start
+        with torch.cuda.stream(self._stream):
+            synchronize(self._device)
+            start = time.perf_counter()
+            work()
+            synchronize(self._device)
+            return time.perf_counter() - start
 
 
 class StreamClock:
@@ -152,12 +178,25 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def new_side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for `torch.cuda.stream`: on the legacy default one a backend may be another path.
+
+    None, which that takes too, without a GPU.
+    """
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
 def device_clock(device: torch.device) -> Clock:
     """The clock that sees only the transfer: events on a GPU, the host's clock otherwise."""
     return StreamClock(device) if device.type == "cuda" else WallClock(device)
 
 
-def time_calls(call: Callable[[int], object], calls_per_repeat: int, clock: Clock) -> Timing:
+def time_calls(
+    call: Callable[[int], object],
+    calls_per_repeat: int,
+    clock: Clock,
+    seconds_per_figure: float = SECONDS_PER_FIGURE,
+) -> Timing:
     """Median of at least 7 repeats of `call(0), call(1), ...`, after one repeat of warm-up.
 
     The number passed to `call` never comes back, so that a caller can rotate its inputs by it.
@@ -173,7 +212,7 @@ def time_calls(call: Callable[[int], object], calls_per_repeat: int, clock: Cloc
     clock.seconds(repeat)
     samples: list[float] = []
     while len(samples) < MIN_REPEATS or (
-        len(samples) < MAX_REPEATS and sum(samples) < SECONDS_PER_FIGURE
+        len(samples) < MAX_REPEATS and sum(samples) < seconds_per_figure
     ):
         samples.append(clock.seconds(repeat) / calls_per_repeat)
         # An event pair can read 0 for nothing at all; a rate needs a positive time.
@@ -183,21 +222,30 @@ def time_calls(call: Callable[[int], object], calls_per_repeat: int, clock: Cloc
     )
 
 
-def host_cost_us(call: Callable[[], object], device: torch.device, calls: int) -> dict[str, float]:
-    """Host microseconds that one `call` keeps its thread busy, over many calls.
+def host_cost_us(
+    call: Callable[[], Any],
+    device: torch.device,
+    calls: int,
+    drain_every: int = 16,
+    drain: Callable[[Any], object] | None = None,
+) -> dict[str, float]:
+    """Host microseconds that one `call` on a side stream keeps its thread busy, over many calls.
 
-    The device is drained every 16 calls, outside of the timing: a full launch queue would block
-    the thread and be counted as cost of the call.
+    The device is drained every `drain_every` calls, outside of the timing: a full launch queue
+    would block the thread and be counted as cost of the call. `drain` gets what the call returned
+    and waits for what a synchronized device does not cover.
     """
-    for _ in range(16):
-        call()
+    wait = drain or (lambda answer: synchronize(device))
     samples: list[float] = []
-    for index in range(calls):
-        if index % 16 == 0:
-            synchronize(device)
-        start = time.perf_counter_ns()
-        call()
-        samples.append((time.perf_counter_ns() - start) / 1e3)
+    with torch.cuda.stream(new_side_stream(device)):
+        for _ in range(min(16, calls)):
+            wait(call())
+        for index in range(calls):
+            start = time.perf_counter_ns()
+            answer = call()
+            samples.append((time.perf_counter_ns() - start) / 1e3)
+            if index % drain_every == drain_every - 1:
+                wait(answer)
     synchronize(device)
     samples.sort()
     return {
@@ -237,10 +285,156 @@ def measure_ceilings(device: torch.device, nbytes: int) -> dict[str, dict[str, A
     return ceilings
 
 
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What every bench's command line says, resolved for one machine."""
+
+    mode: str
+    device: torch.device
+    host_memory: str
+    pool_bytes: int
+    budget_s: float
+    seed: int
+    out: Path | None
+    png: bool
+    command: str
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `resolve_run_options` reads, all but the mode."""
+    parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
+    parser.add_argument("--pool-gib", type=float, help="host memory to use (default: by mode)")
+    parser.add_argument(
+        "--host-memory",
+        choices=("pool", "driver"),
+        default="pool",
+        help="page-locked as HostKVPool does it, or allocated by the driver (pin_memory)",
+    )
+    parser.add_argument("--budget", type=float, help="start no measurement after SECONDS")
+    parser.add_argument("--seed", type=int, help="default: a fresh one, which the JSON records")
+    parser.add_argument("--out", type=Path, help="JSON (default: bench/results/, named by device)")
+    parser.add_argument("--png", action="store_true", help="draw the JSON into a PNG beside it")
+
+
+def resolve_run_options(
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    script: str,
+    *,
+    mode: str,
+    gpu_pool_gib: float,
+    gpu_budget_s: float,
+) -> RunOptions:
+    """The options for this machine; a run on a CPU takes half a GiB and at most 50 seconds."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return RunOptions(
+        mode=mode,
+        device=device,
+        host_memory=args.host_memory,
+        pool_bytes=int((args.pool_gib or (gpu_pool_gib if on_gpu else 0.5)) * GIB),
+        budget_s=args.budget or (gpu_budget_s if on_gpu else min(50.0, gpu_budget_s)),
+        seed=secrets.randbits(31) if args.seed is None else args.seed,
+        out=args.out,
+        png=args.png,
+        command=command_line(script, argv, args.out),
+    )
+
+
+def command_line(script: str, argv: Sequence[str], out: Path | None) -> str:
+    """The command without --out, whose folders of this machine would be committed with it."""
+    kept = [arg for arg in argv if arg not in ("--out", str(out)) and not arg.startswith("--out=")]
+    return shlex.join(["python", f"bench/{script}", *kept])
+
+
+def allowed_host_bytes(device: torch.device) -> float:
+    """Most host memory that a bench may take for its pools: half, a quarter without a GPU."""
+    # The device pool is host memory too on a CPU.
+    return (memory_limits().allowed_bytes or math.inf) / (2 if device.type == "cuda" else 4)
+
+
+def finish(options: RunOptions, question: str, result: dict[str, Any]) -> int:
+    """Writes a run's JSON and picture and says what it holds; exit code 1 for wrong bytes."""
+    suffix = "" if options.mode == "full" else f"-{options.mode}"
+    default = RESULTS / f"{question}-{machine_slug(result['machine'])}{suffix}.json"
+    out = options.out or default
+    write_result(
+        out,
+        {
+            "question": question,
+            "mode": options.mode,
+            "command": options.command,
+            "seed": options.seed,
+            "host_memory": options.host_memory,
+            **result,
+        },
+    )
+    print(
+        f"\n{len(result['records'])} configurations, bytes checked; {len(result['refused'])} "
+        f"refused, {len(result['skipped'])} skipped, {len(result['mismatches'])} WRONG; "
+        f"{result['wall_seconds']:.0f} s; {out}"
+    )
+    if options.png:
+        from plot import draw
+
+        draw(out, out.with_suffix(".png"))
+    return 1 if result["mismatches"] else 0
+
+
+def verdict(
+    what: str, unit: str, target: float, value: float | None, at_most: bool = False
+) -> dict[str, Any]:
+    """One promised figure beside the measured one; "MISS" also where nothing was measured."""
+    met = value is not None and (value <= target if at_most else value >= target)
+    return {
+        "what": what,
+        "unit": unit,
+        "target": target,
+        "at_most": at_most,
+        "value": value,
+        "verdict": "PASS" if met else "MISS",
+    }
+
+
+def print_targets(verdicts: Sequence[dict[str, Any]]) -> None:
+    """Prints verdicts as a table, and how many were met."""
+    rows = [
+        [
+            item["what"],
+            "-" if item["value"] is None else f"{item['value']:.2f}",
+            f"{'<=' if item['at_most'] else '>='} {item['target']:g} {item['unit']}",
+            item["verdict"],
+        ]
+        for item in verdicts
+    ]
+    print("\ntargets")
+    print_table(["what", "measured", "target", "verdict"], rows)
+    passed = sum(item["verdict"] == "PASS" for item in verdicts)
+    print(f"{passed} of {len(verdicts)} targets met")
+
+
+def print_ceilings(ceilings: dict[str, dict[str, Any]]) -> None:
+    """Prints the yardsticks of a run."""
+    for direction, ceiling in ceilings.items():
+        print(f"ceiling {direction} {ceiling['gbps_median']:.2f} GB/s, contiguous")
+
+
+def print_drift(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> None:
+    """Says when the yardstick itself moved during the run: then something else used the machine."""
+    for direction, ceiling in before.items():
+        was, now = ceiling["gbps_median"], after[direction]["gbps_median"]
+        if abs(now / was - 1) > 0.03:
+            print(f"NOTE: {direction} ceiling went from {was:.2f} to {now:.2f} GB/s: measure again")
+
+
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """The facts a reader needs to compare a figure with one from elsewhere; no host name."""
     cpu = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
     machine: dict[str, Any] = {
+        "sgl_kvio": sgl_kvio.__version__,
         "device": device.type,
         "cpu": cpu[1].strip() if cpu else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

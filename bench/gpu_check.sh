@@ -2,10 +2,16 @@
 # On a machine with a GPU: what has to be seen there before a change of csrc/gpu is done, in one go. Needs no install: the
 # built sgl_kvio/_C.abi3.so of this tree is used (build it anywhere; CUDA kernels need nvcc, not a GPU).
 #
-#   bench/gpu_check.sh OUTDIR [STEP...]     steps: tests demo targets full memcheck (default: all but memcheck)
+#   bench/gpu_check.sh OUTDIR [STEP...]     default: tests demo targets full
 #
+#   tests demo targets full                 tests/gpu, the demo, bench/transfer.py --targets and in full
+#   crossover crossover-targets interference   bench/crossover.py in full and --targets, bench/interference.py
+#   memcheck racecheck synccheck            compute-sanitizer; memcheck over tests/gpu, the other two over the tma tests
+#
+# MEMCHECK_TESTS="FILE..." narrows memcheck down, MEMCHECK_PART=1/2 takes every second file of tests/gpu (2/2 the others).
 # Logs, result files and the seconds each step took go to OUTDIR. Exit status 1 when a step failed. Seen on an H200:
-# tests 65-95 s, demo 20 s, targets 30 s, full about 130 s, memcheck about 350 s with 12 workers.
+# tests 65-95 s, demo 20 s, targets 30 s, full about 130 s, memcheck about 350 s with 12 workers on a fast CPU and more
+# than 600 s on a slow one.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?usage: bench/gpu_check.sh OUTDIR [STEP...]}
@@ -26,22 +32,47 @@ run() { # NAME LINES COMMAND...: runs COMMAND, shows the last LINES lines of its
     ((status == 0)) || failed=1
 }
 
+memcheck_tests() { # the test files that memcheck runs, one a line
+    local files=(tests/gpu) part=${MEMCHECK_PART:-1/1} i
+    [[ -n ${MEMCHECK_TESTS:-} ]] && read -ra files <<<"$MEMCHECK_TESTS"
+    if [[ $part != 1/1 ]]; then
+        [[ -n ${MEMCHECK_TESTS:-} ]] || files=(tests/gpu/test_*.py)
+        for i in "${!files[@]}"; do
+            ((i % ${part#*/} == ${part%/*} - 1)) && printf '%s\n' "${files[i]}"
+        done
+        return
+    fi
+    printf '%s\n' "${files[@]}"
+}
+
+sanitize() { # TOOL TESTS...: runs the tests under a tool of compute-sanitizer
+    local tool=$1 workers=()
+    shift
+    # Workers of pytest-xdist where there are any: the checker makes every launch slow, not the GPU busy. Only our
+    # kernels are instrumented: torch's many would take most of the time.
+    python3 -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-12}")
+    run "$tool" 12 compute-sanitizer --tool "$tool" --kernel-name kernel_substring=kvio --report-api-errors no \
+        --target-processes all --error-exitcode 9 --log-file "$out/$tool.%p.txt" \
+        python3 -m pytest "$@" -q -p no:cacheprovider --deselect tests/gpu/test_cli.py "${workers[@]}"
+    grep -hE "(ERROR|RACECHECK) SUMMARY" "$out/$tool".*.txt | sort | uniq -c
+}
+
 for step in "${steps[@]}"; do
     case $step in
     tests) run tests 40 python3 -m pytest tests/gpu -q -rs --durations=10 -p no:cacheprovider ;;
     demo) run demo 12 python3 -m sgl_kvio demo --text README.md ;;
     targets) run targets 80 python3 bench/transfer.py --targets --out "$out/targets.json" ;;
     full) run full 6 python3 bench/transfer.py --out "$out/full.json" ;;
-    memcheck)
-        # Workers of pytest-xdist where there are any: the checker makes every launch slow, not the GPU busy. Only our
-        # kernels are instrumented: torch's many would take most of the time.
-        workers=()
-        python3 -c 'import xdist' 2>/dev/null && workers=(-n "${WORKERS:-12}")
-        run memcheck 12 compute-sanitizer --tool memcheck --kernel-name kernel_substring=kvio --report-api-errors no --target-processes all \
-            --error-exitcode 9 --log-file "$out/memcheck.%p.txt" \
-            python3 -m pytest tests/gpu -q -p no:cacheprovider --deselect tests/gpu/test_cli.py "${workers[@]}"
-        grep -h "ERROR SUMMARY" "$out"/memcheck.*.txt | sort | uniq -c
+    crossover) run crossover 60 python3 bench/crossover.py --out "$out/crossover.json" ;;
+    crossover-targets)
+        run crossover-targets 100 python3 bench/crossover.py --targets --out "$out/crossover-targets.json"
         ;;
+    interference) run interference 130 python3 bench/interference.py --out "$out/interference.json" ;;
+    memcheck)
+        mapfile -t chosen < <(memcheck_tests)
+        sanitize memcheck "${chosen[@]}"
+        ;;
+    racecheck | synccheck) sanitize "$step" tests/gpu/test_tma.py ;;
     *)
         echo "unknown step $step" >&2
         exit 2

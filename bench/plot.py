@@ -1,9 +1,10 @@
-"""Draws a result of bench/transfer.py: GB/s against the ceiling, restore left, write-back right.
+"""Draws a result of any bench here: the question that the JSON answers decides the picture.
 
     python bench/plot.py bench/results/NAME.json [-o NAME.png] [--backend register]
 
-On a GPU the horizontal axis is the number of CTAs; on a CPU, which has none, the row size. Needs
-matplotlib (`pip install sgl_kvio[bench]`).
+transfer: GB/s against the ceiling, restore left, write-back right, by number of CTAs (on a CPU,
+which has none, by row size). crossover: GB/s by run length. interference: what each transfer costs
+the computation beside it, and what it moves then. Needs matplotlib (`pip install sgl_kvio[bench]`).
 """
 
 from __future__ import annotations
@@ -32,18 +33,30 @@ TORCH_COLOUR = "#999999"
 
 
 def draw(result_path: Path, png_path: Path, backend: str | None = None) -> None:
-    """Renders the JSON at `result_path` into a PNG; `backend` defaults to the first one measured.
+    """Renders the JSON at `result_path` into a PNG.
 
-    Raises ValueError when the result has no figure of that backend.
+    `backend` chooses the lines of a transfer result and defaults to the first one measured. Raises
+    ValueError when the result has no figure to draw.
     """
     result = json.loads(result_path.read_text())
+    question = result["question"]
+    if question == "crossover":
+        draw_crossover(result, result_path.name).savefig(png_path)
+    elif question == "interference":
+        draw_interference(result, result_path.name).savefig(png_path)
+    else:
+        draw_transfer(result, result_path.name, backend).savefig(png_path)
+
+
+def draw_transfer(result: Record, name: str, backend: str | None) -> Figure:
+    """GB/s by number of CTAs (or row size), one panel a direction."""
     records = result["records"]
     if backend is None:
         names = [r["backend"] for r in records if not r["backend"].startswith("torch")]
         backend = names[0] if names else "none"
     chosen = [r for r in records if r["backend"] == backend and _is_plain(r)]
     if not chosen:
-        raise ValueError(f"plot: backend got {backend!r}; {result_path.name} has no figure of it")
+        raise ValueError(f"plot: backend got {backend!r}; {name} has no figure of it")
     by_ctas = any(record["num_blocks"] for record in chosen)
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained")
     axes = figure.subplots(1, 2)
@@ -56,9 +69,7 @@ def draw(result_path: Path, png_path: Path, backend: str | None = None) -> None:
         else:
             _draw_bars(axis, [*mine, *_torch_records(records, direction)])
         axis.set_title(f"{title}{_amount(mine)}", fontsize=11)
-        axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
-        axis.grid(axis="y", alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        _finish_axis(axis)
     axes[0].set_ylabel("GB/s of payload")
     if by_ctas:
         handles: list[Any] = _line_legend(sorted({_row(record) for record in chosen}))
@@ -67,8 +78,105 @@ def draw(result_path: Path, png_path: Path, backend: str | None = None) -> None:
     columns = len(handles) if by_ctas else 3
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False)
     what = f"kvio::transfer, backend {backend}, pages of 64 tokens in random order"
+    _title(figure, result, what)
+    return figure
+
+
+def draw_crossover(result: Record, name: str) -> Figure:
+    """GB/s by run length, a panel for each direction and layout, a line for each backend."""
+    records = [record for record in result["records"] if record.get("section") == "runs"]
+    if not records:
+        raise ValueError(f"plot: {name} has no figures by run length (section runs)")
+    layouts = sorted({record["layout"] for record in records})
+    lines = sorted({(record["backend"], record["index_place"]) for record in records})
+    named = sorted({backend for backend, _ in lines} - {"auto"})
+    colours = dict(zip(named, ROW_COLOURS, strict=False))
+    figure = Figure(figsize=(11, 3.9 * len(layouts)), dpi=150, layout="constrained")
+    axes = figure.subplots(len(layouts), 2, squeeze=False)
+    for row, layout in zip(axes, layouts, strict=True):
+        for axis, direction in zip(row, PANELS, strict=True):
+            _draw_ceiling(axis, result["ceilings"][direction]["gbps_median"])
+            cells = [r for r in records if (r["layout"], r["direction"]) == (layout, direction)]
+            for backend, place in lines:
+                line = [r for r in cells if (r["backend"], r["index_place"]) == (backend, place)]
+                line.sort(key=lambda record: record["run_bytes"])
+                axis.plot(
+                    [record["run_bytes"] for record in line],
+                    [record["gbps_median"] for record in line],
+                    color=colours.get(backend, "black"),
+                    linestyle="-" if place == "cpu" else "--",
+                    linewidth=1.0 if backend == "auto" else 1.8,
+                    marker="o",
+                    markersize=3.5,
+                    label=f"{backend}, indices on {place.upper()}",
+                )
+            axis.set_xscale("log", base=2)
+            ticks = sorted({record["run_bytes"] for record in cells})
+            axis.set_xticks(ticks, [_bytes_words(tick) for tick in ticks], rotation=45)
+            axis.minorticks_off()
+            axis.set_title(f"{PANELS[direction]}, {layout.replace('_', '-')} host", fontsize=11)
+            _finish_axis(axis)
+        row[0].set_ylabel("GB/s of payload")
+    for axis in axes[-1]:
+        axis.set_xlabel("run: bytes of consecutive tokens in one buffer")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    pool = max(record["pool_bytes"] for record in records) / (1 << 30)
+    _title(figure, result, f"kvio::transfer by run length, random order over {pool:.3g} GiB")
+    return figure
+
+
+def draw_interference(result: Record, name: str) -> Figure:
+    """Two bars a transfer: compute time beside it over alone, and the GB/s it moves then."""
+    records = result["records"]
+    if not records:
+        raise ValueError(f"plot: {name} has no figures")
+    loops = list(dict.fromkeys(record["loop"] for record in records))
+    directions = [d for d in PANELS if any(record["direction"] == d for record in records)]
+    names = list(dict.fromkeys(record["provider"] for record in records))
+    height = 1.6 + 0.3 * len(names) * len(directions)
+    figure = Figure(figsize=(3.1 * len(loops) + 3.2, height), dpi=150, layout="constrained")
+    axes = figure.subplots(len(directions), len(loops), squeeze=False, sharey=True)
+    for row, direction in zip(axes, directions, strict=True):
+        for axis, loop in zip(row, loops, strict=True):
+            bars = {
+                record["provider"]: record
+                for record in records
+                if (record["loop"], record["direction"]) == (loop, direction)
+            }
+            places = [names.index(provider) for provider in bars]
+            costs = [100 * (record["slowdown"] - 1) for record in bars.values()]
+            axis.barh(places, costs, color=ROW_COLOURS[0])
+            for place, cost, record in zip(places, costs, bars.values(), strict=True):
+                rate = record["gbps_beside"]
+                words = f" {cost:+.1f}%" + ("" if rate is None else f", {rate:.1f} GB/s")
+                axis.annotate(words, (max(cost, 0.0), place), va="center", fontsize=7)
+            axis.set_yticks(range(len(names)), names, fontsize=8)
+            axis.set_xlim(left=min(0.0, *costs), right=1.7 * max(*costs, 1.0))
+            axis.set_ylim(len(names) - 0.5, -0.5)
+            axis.set_title(f"{loop}, {direction}", fontsize=10)
+            axis.spines[["top", "right"]].set_visible(False)
+    for axis in axes[-1]:
+        axis.set_xlabel("more compute time, %")
+    _title(figure, result, "What a transfer costs the computation beside it")
+    return figure
+
+
+def _title(figure: Figure, result: Record, what: str) -> None:
     figure.suptitle(f"{what}\n{machine_title(result['machine'])}, {result['date'][:10]}")
-    figure.savefig(png_path)
+
+
+def _finish_axis(axis: Axes) -> None:
+    axis.set_ylim(bottom=0, top=1.12 * axis.get_ylim()[1])
+    axis.grid(axis="y", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _bytes_words(nbytes: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            return f"{nbytes / size:g} {unit}"
+    return f"{nbytes} B"
 
 
 def _is_plain(record: Record) -> bool:
@@ -215,10 +323,10 @@ def _line_legend(rows: Sequence[tuple[int, str]]) -> list[Line2D]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description="Draws a result of bench/transfer.py")
-    parser.add_argument("result", type=Path, help="JSON that bench/transfer.py wrote")
+    parser = argparse.ArgumentParser(description="Draws a result of a bench")
+    parser.add_argument("result", type=Path, help="JSON that a bench wrote")
     parser.add_argument("-o", "--out", type=Path, help="PNG (default: beside the JSON)")
-    parser.add_argument("--backend", help="which backend's lines (default: the first measured)")
+    parser.add_argument("--backend", help="of a transfer result: which lines (default: the first)")
     args = parser.parse_args(argv)
     out = args.out or args.result.with_suffix(".png")
     draw(args.result, out, args.backend)

@@ -11,116 +11,49 @@ torch gather. Without a GPU the device pool is ordinary memory and the ceiling i
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-import math
 import secrets
-import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jobs import (
+    GPU_BACKENDS,
+    MHA_ROWS,
+    MLA_ROWS,
+    PAGE,
+    TORCH_PATHS,
+    Case,
+    Group,
+    Recorder,
+    by_ctas,
+)
 
-import sgl_kvio
 from common import (
     GIB,
     MIB,
     RESULTS,
     Arena,
-    Clock,
-    WallClock,
+    allowed_host_bytes,
+    command_line,
     describe_machine,
-    device_clock,
-    fill_random,
-    host_cost_us,
     machine_slug,
     machine_title,
     measure_ceilings,
+    print_ceilings,
+    print_drift,
     print_table,
-    synchronize,
-    time_calls,
     write_result,
 )
-from sgl_kvio.layouts import find_layout, make_geometry
-from sgl_kvio.memory import memory_limits
 
-PAGE = 64
-MHA_ROWS = (512, 1024, 2048)
-MLA_ROWS = (576, 1152)
 ODD_ROWS = (132, 656, 4680)
-SM_BACKENDS = ("register", "tma")
-GPU_BACKENDS = (*SM_BACKENDS, "copy_engine")
-# What a torch user would write without this library.
-TORCH_PATHS = ("torch_index", "torch_fancy")
 
 
 # --- What is measured -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """One configuration. `row_bytes` is one token in one layer of one buffer.
-
-    `layers_per_call` is 1 (rotating through the pool's layers) or the whole pool. `pattern` is
-    "pages" (permuted pages of 64 tokens), "scattered" (single tokens in random order) or
-    "host_order" (scattered tokens, sorted by host address).
-    """
-
-    layers_per_call: int
-    tokens: int
-    pool_layers: int
-    pool_slots: int
-    backend: str = "register"
-    direction: str = "H2D"
-    layout: str = "layer_first"
-    row_bytes: int = 512
-    pattern: str = "pages"
-    num_blocks: int = 0
-    index_dtype: str = "int64"
-    index_unit: str = "token"
-
-    @property
-    def kind(self) -> str:
-        return "mha" if self.row_bytes in MHA_ROWS else "mla"
-
-    @property
-    def buffers(self) -> int:
-        return 2 if self.kind == "mha" else 1
-
-    @property
-    def page_size(self) -> int:
-        return PAGE if self.pattern == "pages" else 1
-
-    @property
-    def payload_bytes(self) -> int:
-        return self.tokens * self.row_bytes * self.buffers * self.layers_per_call
-
-    @property
-    def pool_bytes(self) -> int:
-        return self.pool_slots * self.row_bytes * self.buffers * self.pool_layers
-
-    @property
-    def index_place(self) -> str:
-        """Where the indices lie: "gpu", "cpu", or "own" (each list beside its pool)."""
-        if self.backend in TORCH_PATHS:
-            return "own"
-        return "gpu" if self.backend in ("auto", *SM_BACKENDS) else "cpu"
-
-    def as_record(self) -> dict[str, Any]:
-        names = ("kind", "buffers", "page_size", "payload_bytes", "pool_bytes", "index_place")
-        return {**asdict(self), **{name: getattr(self, name) for name in names}}
-
-    def __str__(self) -> str:
-        """In words, without the number of CTAs."""
-        rows = f"{self.row_bytes} B {'K+V' if self.buffers == 2 else 'MLA'}"
-        words = f"{self.backend:<11} {self.direction} {self.layout:<17} {rows:>10} {self.pattern}"
-        if self.index_unit == "page":
-            return f"{words} x {self.tokens // PAGE}"
-        return f"{words} over {self.pool_bytes / GIB:.3g} GiB" if self.pool_layers == 1 else words
 
 
 @dataclass(frozen=True)
@@ -188,9 +121,6 @@ TARGETS = (
 # Host microseconds a call may cost, by number of buffers in it.
 CALL_COST_TARGETS_US = {2: 8.0, 64: 40.0}
 
-# Configurations that differ only in the number of CTAs: one printed line.
-Group = list[Case]
-
 
 class Plan:
     """Which configurations one machine measures."""
@@ -210,7 +140,7 @@ class Plan:
             base = replace(base, direction=target.direction, layout=target.layout)
             for row in target.rows:
                 case = replace(base, row_bytes=row, pattern=target.pattern)
-                yield target, _by_ctas(case, tuple(target.gbps_by_ctas))
+                yield target, by_ctas(case, tuple(target.gbps_by_ctas))
 
     def quick(self) -> Iterator[tuple[str, Iterable[Group]]]:
         write_back = replace(self.all_layers, direction="D2H")
@@ -248,7 +178,7 @@ class Plan:
             self.backends, layouts, rows, patterns
         ):
             case = replace(base, backend=backend, layout=layout, row_bytes=row, pattern=pattern)
-            yield _by_ctas(case, ctas)
+            yield by_ctas(case, ctas)
 
     def torch_paths(self, restore_rows: Sequence[int]) -> Iterator[Group]:
         for path, layout in itertools.product(TORCH_PATHS, ("layer_first", "page_first")):
@@ -274,197 +204,14 @@ class Plan:
             case = Case(1, 0, 1, 1, backend=backend, row_bytes=row, pattern=pattern)
             slots = int(span * GIB) // (case.pool_bytes * PAGE) * PAGE
             case = replace(case, pool_slots=slots, tokens=min(self.sizes.span_tokens, slots))
-            yield _by_ctas(case, (8, 0))
-
-
-def _by_ctas(case: Case, ctas: Sequence[int]) -> Group:
-    counts = ctas if case.backend in SM_BACKENDS else (0,)
-    return [replace(case, num_blocks=count) for count in counts]
-
-
-# --- One configuration ----------------------------------------------------------------------
-
-
-def pool_layers(flat: torch.Tensor, case: Case, layout: str) -> list[list[torch.Tensor]]:
-    """Views [layer][buffer] (K and V, or the latent) of a pool cut from the start of `flat`."""
-    entry = find_layout(case.kind, layout)
-    geometry = make_geometry(
-        entry,
-        num_pages=case.pool_slots // PAGE,
-        page_size=PAGE,
-        num_layers=case.pool_layers,
-        num_heads=1,
-        head_dim=case.row_bytes // 2,
-        v_head_dim=None,
-    )
-    (shape,) = entry.tensor_shapes(geometry)
-    return entry.layer_views([flat[: case.pool_bytes].view(torch.bfloat16).view(shape)])
-
-
-def gather(view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows at token `slots` of a flat or paged view, by torch, as comparable integers."""
-    rows = view[slots // PAGE, slots % PAGE] if view.dim() == 4 else view[slots]
-    return rows.view(torch.int16)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One set of rows to move: token slots on the device for the check, indices for the call."""
-
-    host_slots: torch.Tensor
-    device_slots: torch.Tensor
-    host_indices: torch.Tensor
-    device_indices: torch.Tensor
-
-
-class Job:
-    """A configuration with its pools and index sets, ready to be called, timed and checked."""
-
-    MAX_SETS = 8
-
-    def __init__(self, case: Case, arena: Arena, generator: torch.Generator) -> None:
-        self.case = case
-        self._arena = arena
-        self._host = pool_layers(arena.host, case, case.layout)
-        self._mirror = pool_layers(arena.mirror, case, case.layout)
-        self._far = pool_layers(arena.device, case, "layer_first")
-        self._sets = self._draw_sets(generator)
-        self._move = mover(case)
-
-    def call(self, number: int) -> None:
-        """Call `number` of many: other rows, or another layer, than the calls before it."""
-        self._move(*self.arguments(number))
-
-    def arguments(self, number: int) -> tuple[Any, ...]:
-        """dst, src, dst_indices, src_indices of call `number`."""
-        host, far = self._buffers(self._host, number), self._buffers(self._far, number)
-        rows = self._sets[number % len(self._sets)]
-        if self.case.direction == "H2D":
-            return far, host, rows.device_indices, rows.host_indices
-        return host, far, rows.host_indices, rows.device_indices
-
-    def moves_exact_bytes(self) -> bool:
-        """Runs call 0 on content that no earlier call has seen and compares all of its rows."""
-        device_pool = self._arena.device[: self.case.pool_bytes]
-        if self.case.direction == "H2D":
-            device_pool.zero_()
-        else:
-            fill_random(device_pool)
-        synchronize(self._arena.where)
-        self.call(0)
-        synchronize(self._arena.where)
-        if self.case.direction == "D2H":
-            self._arena.refresh_mirror(self.case.pool_bytes)
-        rows = self._sets[0]
-        pairs = zip(self._buffers(self._mirror, 0), self._buffers(self._far, 0), strict=True)
-        return all(
-            torch.equal(gather(host, rows.host_slots), gather(far, rows.device_slots))
-            for host, far in pairs
-        )
-
-    def _buffers(self, layers: list[list[torch.Tensor]], number: int) -> list[torch.Tensor]:
-        if self.case.layers_per_call == 1:
-            return layers[number % len(layers)]
-        return [buffer for layer in layers for buffer in layer]
-
-    def _draw_sets(self, generator: torch.Generator) -> list[Rows]:
-        """Disjoint sets of rows, so that no call finds its rows in a cache from the one before."""
-        host, far = (self._shuffled_slots(generator) for _ in range(2))
-        tokens = self.case.tokens
-        count = min(self.MAX_SETS, host.numel() // tokens)
-        sets = zip(host.split(tokens)[:count], far.split(tokens)[:count], strict=True)
-        return [self._rows(host_slots, device_slots) for host_slots, device_slots in sets]
-
-    def _shuffled_slots(self, generator: torch.Generator) -> torch.Tensor:
-        """All token slots of the pool in the order of the pattern, int64 on the device."""
-        run, where = self.case.page_size, self._arena.where
-        runs = torch.randperm(self.case.pool_slots // run, generator=generator, device=where)
-        return (runs[:, None] * run + torch.arange(run, device=where)).flatten()
-
-    def _rows(self, host_slots: torch.Tensor, device_slots: torch.Tensor) -> Rows:
-        if self.case.pattern == "host_order":
-            host_slots = host_slots.sort().values
-        place, cpu, where = self.case.index_place, torch.device("cpu"), self._arena.where
-        return Rows(
-            host_slots,
-            device_slots,
-            self._indices(host_slots).to(where if place == "gpu" else cpu),
-            self._indices(device_slots).to(cpu if place == "cpu" else where),
-        )
-
-    def _indices(self, slots: torch.Tensor) -> torch.Tensor:
-        wanted = slots[::PAGE] // PAGE if self.case.index_unit == "page" else slots
-        return wanted.to(getattr(torch, self.case.index_dtype))
-
-
-def mover(case: Case) -> Callable[..., None]:
-    """The function that moves rows: (dst, src, dst_indices, src_indices) -> None."""
-    if case.backend == "torch_index":
-        return _torch_index
-    if case.backend == "torch_fancy":
-        return _torch_fancy
-    return functools.partial(
-        sgl_kvio.transfer,
-        page_size=case.page_size,
-        index_unit=case.index_unit,
-        backend=case.backend,
-        num_blocks=case.num_blocks,
-    )
-
-
-def _torch_index(
-    dst: list[torch.Tensor],
-    src: list[torch.Tensor],
-    dst_indices: torch.Tensor,
-    src_indices: torch.Tensor,
-) -> None:
-    """The careful way: index_select, one copy over the link through pinned memory, index_copy_."""
-    for target, source in zip(dst, src, strict=True):
-        shape = (src_indices.numel(), *source.shape[1:])
-        on_gpu = target.is_cuda or source.is_cuda
-        packed = torch.empty(shape, dtype=source.dtype, pin_memory=on_gpu)
-        if source.is_cuda:
-            packed.copy_(source.index_select(0, src_indices))
-        else:
-            torch.index_select(source, 0, src_indices, out=packed)
-        target.index_copy_(0, dst_indices, packed.to(target.device, non_blocking=target.is_cuda))
-
-
-def _torch_fancy(
-    dst: list[torch.Tensor],
-    src: list[torch.Tensor],
-    dst_indices: torch.Tensor,
-    src_indices: torch.Tensor,
-) -> None:
-    """What one writes first: `dst[i] = src[j].to(device)`."""
-    for target, source in zip(dst, src, strict=True):
-        target[dst_indices] = source[src_indices].to(target.device)
+            yield by_ctas(case, (8, 0))
 
 
 # --- The run --------------------------------------------------------------------------------
 
 
-class Run:
-    """Measures configurations one after another and keeps what it found."""
-
-    def __init__(self, options: Options, arena: Arena) -> None:
-        self.sizes = options.sizes
-        self.ceilings = measure_ceilings(options.device, options.sizes.ceiling_bytes)
-        self.records: list[dict[str, Any]] = []
-        self.call_costs: list[dict[str, Any]] = []
-        self.refused: list[dict[str, Any]] = []
-        self.skipped: list[dict[str, Any]] = []
-        self.mismatches: list[dict[str, Any]] = []
-        self._arena = arena
-        self._device = options.device
-        self._deadline = time.monotonic() + options.budget_s
-        self._generator = torch.Generator(options.device).manual_seed(options.seed)
-        self._clock = device_clock(options.device)
-        self._by_case: dict[Case, dict[str, Any]] = {}
-
-    def find(self, case: Case) -> dict[str, Any] | None:
-        """The record of a configuration, when it was measured."""
-        return self._by_case.get(case)
+class Run(Recorder):
+    """A recorder that prints a line for each group."""
 
     def section(self, title: str, groups: Iterable[Group]) -> None:
         """Measures groups and prints a line for each: GB/s and share of the ceiling, by CTAs."""
@@ -473,88 +220,14 @@ class Run:
             cells = [self._cell(case) for case in group]
             print(f"  {group[0]!s:<70}{'  '.join(cells)}", flush=True)
 
-    def call_cost(self, backend: str, buffers: int, index_place: str) -> bool:
-        """Host time of a small call over `buffers` buffers of K+V rows; False when refused."""
-        layers = buffers // 2
-        case = Case(layers, PAGE, layers, 2 * PAGE, backend=backend)
-        if self._is_skipped(case):
-            return False
-        dst, src, *indices = Job(case, self._arena, self._generator).arguments(0)
-        if index_place == "cpu":
-            indices = [index.cpu() for index in indices]
-        try:
-            cost = host_cost_us(
-                functools.partial(mover(case), dst, src, *indices), self._device, calls=600
-            )
-        except RuntimeError as error:
-            self._refuse(case, error)
-            return False
-        what = {"backend": backend, "buffers": buffers, "index_place": index_place}
-        self.call_costs.append({**what, **cost})
-        return True
-
     def _cell(self, case: Case) -> str:
-        record = self._by_case.get(case) or self._measure(case)
+        record = self.measure(case, latency=case.index_unit == "page")
         mark = f"q{case.num_blocks} " if case.num_blocks else ""
         if record is None:
             return f"{mark}{'-':>12}"
         text = f"{mark}{record['gbps_median']:5.2f} ({record['ratio']:.2f})"
         latency = record["latency_us"]
         return text if latency is None else f"{text} {latency:.0f} us"
-
-    def _measure(self, case: Case) -> dict[str, Any] | None:
-        if self._is_skipped(case):
-            return None
-        job = Job(case, self._arena, self._generator)
-        try:
-            job.call(0)
-        except RuntimeError as error:
-            self._refuse(case, error)
-            return None
-        clock: Clock = self._clock
-        calls = min(64, math.ceil(self.sizes.bytes_per_repeat / case.payload_bytes))
-        if case.backend in TORCH_PATHS:
-            # Host gathers are host work that events would not see, and one call is long enough.
-            clock, calls = WallClock(self._device), 1
-        timing = time_calls(job.call, calls, clock)
-        latency_us = None
-        if case.index_unit == "page":
-            latency_us = time_calls(job.call, 1, WallClock(self._device)).median_s * 1e6
-        rates = timing.rates(case.payload_bytes)
-        record = {
-            **case.as_record(),
-            **rates,
-            "ratio": rates["gbps_median"] / self.ceilings[case.direction]["gbps_median"],
-            "us_per_call": timing.median_s * 1e6,
-            "latency_us": latency_us,
-            "repeats": timing.repeats,
-            "calls_per_repeat": timing.calls_per_repeat,
-            "clock": type(clock).__name__,
-        }
-        if not job.moves_exact_bytes():
-            print(f"  WRONG BYTES: {case!r}", flush=True)
-            self.mismatches.append(record)
-            return None
-        self.records.append(record)
-        self._by_case[case] = record
-        return record
-
-    def _is_skipped(self, case: Case) -> bool:
-        if case.pool_bytes > self._arena.nbytes:
-            reason = "the pool is larger than --pool-gib"
-        elif time.monotonic() > self._deadline:
-            reason = "out of time (--budget)"
-        else:
-            return False
-        self.skipped.append({**case.as_record(), "reason": reason})
-        return True
-
-    def _refuse(self, case: Case, error: RuntimeError) -> None:
-        """Notes an error of the op's front door; any other error ends the run."""
-        reason = str(error).strip().splitlines()[0]
-        if "kvio::" not in reason:
-            raise error
-        self.refused.append({**case.as_record(), "reason": reason})
 
 
 def accepted_backends(run: Run, wanted: Sequence[str]) -> tuple[str, ...]:
@@ -643,24 +316,20 @@ def print_call_costs(costs: list[dict[str, Any]]) -> None:
     print_table(["call", "median", "min", "p90"], rows)
 
 
-def print_drift(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]) -> None:
-    """Says when the yardstick itself moved during the run: then something else used the machine."""
-    for direction, ceiling in before.items():
-        was, now = ceiling["gbps_median"], after[direction]["gbps_median"]
-        if abs(now / was - 1) > 0.03:
-            print(f"NOTE: {direction} ceiling went from {was:.2f} to {now:.2f} GB/s: measure again")
-
-
 def measure(options: Options) -> dict[str, Any]:
     """One run: ceilings first, then everything the mode asks for. Returns what the JSON holds."""
     started = time.monotonic()
     machine = describe_machine(options.device)
-    machine["sgl_kvio"] = sgl_kvio.__version__
     print(machine_title(machine), flush=True)
     arena = Arena(options.device, arena_bytes(options), options.host_memory)
-    run = Run(options, arena)
-    for direction, ceiling in run.ceilings.items():
-        print(f"ceiling {direction} {ceiling['gbps_median']:.2f} GB/s, contiguous")
+    run = Run(
+        arena,
+        ceilings=measure_ceilings(options.device, options.sizes.ceiling_bytes),
+        bytes_per_repeat=options.sizes.bytes_per_repeat,
+        budget_s=options.budget_s,
+        seed=options.seed,
+    )
+    print_ceilings(run.ceilings)
     print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
 
     plan = Plan(options.sizes, accepted_backends(run, options.backends), arena.nbytes)
@@ -766,14 +435,8 @@ def parse(argv: Sequence[str]) -> Options:
         seed=secrets.randbits(31) if args.seed is None else args.seed,
         out=args.out,
         png=args.png,
-        command=_command(argv, args.out),
+        command=command_line("transfer.py", argv, args.out),
     )
-
-
-def _command(argv: Sequence[str], out: Path | None) -> str:
-    """The command line without --out, whose folders of this machine would be committed with it."""
-    kept = [arg for arg in argv if arg not in ("--out", str(out)) and not arg.startswith("--out=")]
-    return shlex.join(["python", "bench/transfer.py", *kept])
 
 
 def _sizes(sizes: Sizes, tokens: int | None, layers: int | None) -> Sizes:
@@ -792,13 +455,10 @@ def _sizes(sizes: Sizes, tokens: int | None, layers: int | None) -> Sizes:
 
 def arena_bytes(options: Options) -> int:
     """What was asked for, within half of what host memory allows and a third of the GPU's."""
-    allowed = memory_limits().allowed_bytes or math.inf
+    allowed = allowed_host_bytes(options.device)
     if options.device.type == "cuda":
         free_on_gpu, _ = torch.cuda.mem_get_info(options.device)
-        allowed = min(allowed / 2, free_on_gpu / 3)
-    else:
-        # The device pool is host memory too.
-        allowed = allowed / 4
+        allowed = min(allowed, free_on_gpu / 3)
     return int(min(options.pool_gib * GIB, allowed)) // MIB * MIB
 
 

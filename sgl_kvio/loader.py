@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NoReturn, SupportsIndex
 
@@ -18,6 +19,39 @@ from sgl_kvio.layouts import as_int
 
 Buffers = Sequence[torch.Tensor]
 
+SUBMIT_FROM = ("caller", "thread")
+# CPU index lists up to here are cloned for the worker: some us, and no caller's slip can reach it.
+MAX_CLONED_INDICES = 16384
+
+
+class _Groups:
+    """Which layers one transfer moves: layer 0 alone, so that it is early, then `size` layers each.
+
+    A constant size after the first: a group that grew would make its first layer wait for layers
+    that the forward pass needs much later.
+    """
+
+    def __init__(self, num_layers: int, size: int) -> None:
+        starts = [0, *range(1, num_layers, size)] if num_layers else []
+        stops = [*starts[1:], num_layers] if num_layers else []
+        self.layers = [range(a, b) for a, b in zip(starts, stops, strict=True)]
+        self.of_layer = [number for number, layers in enumerate(self.layers) for _ in layers]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def gather(self, layers: Sequence[Buffers]) -> list[list[torch.Tensor]]:
+        """The buffers of every group, all first buffers (K) before all second ones (V).
+
+        So neighbours in the list are neighbours in a pool that keeps a page's layers together.
+        """
+        return [_buffer_major([layers[layer] for layer in group]) for group in self.layers]
+
+
+def _buffer_major(layers: Sequence[Buffers]) -> list[torch.Tensor]:
+    most = max((len(buffers) for buffers in layers), default=0)
+    return [buffers[i] for i in range(most) for buffers in layers if i < len(buffers)]
+
 
 class LayerwiseLoad(ABC):
     """One restore in flight, as ``LayerwiseLoader.load`` returns it.
@@ -25,34 +59,36 @@ class LayerwiseLoad(ABC):
     It keeps the pools' views and the index tensors alive until every layer is in place.
     """
 
-    def __init__(self, num_layers: int, kept: object) -> None:
-        self._num_layers = num_layers
+    def __init__(self, groups: _Groups, kept: object) -> None:
+        self._groups = groups
         self._kept: object | None = kept
 
     def wait_layer(self, layer: int) -> None:
-        """Orders the caller after layer ``layer``.
+        """Orders the caller after layer ``layer``, which its whole group is in place with.
 
-        On a GPU the caller's current stream waits and the host does not. On the CPU the caller
-        blocks until the layer is in place.
+        On a GPU the caller's current stream waits and the host does not, except that with
+        ``submit="thread"`` the host waits until the worker has submitted the group. On the CPU the
+        caller blocks until the layer is in place.
 
         Raises TypeError for a layer that is no int, IndexError for one that the load does not have,
-        and on the CPU whatever the copying raised.
+        and on the CPU and with ``submit="thread"`` whatever the copying raised.
         """
         layer = _layer_number("LayerwiseLoad", layer)
-        if not 0 <= layer < self._num_layers:
+        of_layer = self._groups.of_layer
+        if not 0 <= layer < len(of_layer):
             raise IndexError(
-                f"LayerwiseLoad.wait_layer: layer got {layer}; needs 0..{self._num_layers - 1}"
+                f"LayerwiseLoad.wait_layer: layer got {layer}; needs 0..{len(of_layer) - 1}"
             )
-        self._wait(layer)
+        self._wait(of_layer[layer])
 
     def wait(self) -> None:
         """Orders the caller after all layers, as ``wait_layer`` of the last one does."""
-        if self._num_layers:
-            self._wait(self._num_layers - 1)
+        if self._groups:
+            self._wait(len(self._groups) - 1)
 
     def synchronize(self) -> None:
-        """Blocks the host until every layer is in place; on the CPU raises the copying's error."""
-        if self._num_layers:
+        """Blocks the host until every layer is in place; raises what ``wait_layer`` would."""
+        if self._groups:
             self._synchronize()
         self._kept = None
 
@@ -63,7 +99,7 @@ class LayerwiseLoad(ABC):
         return self._kept is None
 
     @abstractmethod
-    def _wait(self, layer: int) -> None: ...
+    def _wait(self, group: int) -> None: ...
 
     @abstractmethod
     def _synchronize(self) -> None: ...
@@ -72,21 +108,181 @@ class LayerwiseLoad(ABC):
     def _is_finished(self) -> bool: ...
 
 
-class _StreamLoad(LayerwiseLoad):
-    """A load on a side stream: layers run in order, so the last event stands for all of them."""
+class _Answers:
+    """What a worker thread says about the groups of a load, in order: that it did one, or why not.
 
-    def __init__(self, num_layers: int, kept: object, device: torch.device) -> None:
-        super().__init__(num_layers, kept)
+    A forked child gets no more of them: groups that were unanswered at the fork fail there. One
+    condition for all groups: a future for each would cost ``load`` a microsecond or two a group.
+    """
+
+    def __init__(self, groups: _Groups) -> None:
+        self._groups = groups
+        self._count = 0
+        self._error: BaseException | None = None
+        self._changed = threading.Condition(threading.Lock())
+        _with_threads.add(self)
+
+    def succeed(self) -> None:
+        """Answers the next group."""
+        with self._changed:
+            self._count += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Answers all groups that are left."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, group: int) -> None:
+        """Blocks until ``group`` is answered; raises its error."""
+        if group >= self._count and self._error is None:
+            with self._changed:
+                self._changed.wait_for(lambda: group < self._count or self._error is not None)
+        if group >= self._count and self._error is not None:
+            raise self._error
+
+    def complete(self) -> bool:
+        """Whether every group is answered."""
+        return self._error is not None or self._count == len(self._groups)
+
+    def _after_fork(self) -> None:
+        # The worker may have held the condition.
+        self._changed = threading.Condition(threading.Lock())
+        if not self.complete():
+            layer = self._groups.layers[self._count].start
+            self._error = RuntimeError(
+                f"LayerwiseLoad: layer {layer} and later ones were in flight when this process was "
+                "forked; only the parent gets them, load again here"
+            )
+
+
+class _ThreadLoad(LayerwiseLoad):
+    """A load that a worker thread copies on the CPU."""
+
+    def __init__(self, groups: _Groups, kept: object) -> None:
+        super().__init__(groups, kept)
+        self._answers = _Answers(groups)
+
+    def run(self, copy_group: Callable[[int], None]) -> None:
+        """Copies every group; the first error is that of its group and of all later ones."""
+        try:
+            # Inference tensors may be written in that mode only, and a thread starts outside of it.
+            with torch.inference_mode():
+                for group in range(len(self._groups)):
+                    copy_group(group)
+                    self._answers.succeed()
+        except BaseException as error:
+            self._answers.fail(error)
+        self._kept = None
+
+    def _wait(self, group: int) -> None:
+        self._answers.wait(group)
+
+    def _synchronize(self) -> None:
+        self._answers.wait(len(self._groups) - 1)
+
+    def _is_finished(self) -> bool:
+        return self._answers.complete()
+
+
+class _SideStream:
+    """The stream that one loader's loads run on: all that they ask of CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        # New for every load: a reused event would make a late wait_layer wait for another load.
-        self._events = [torch.cuda.Event() for _ in range(num_layers)]
+        self._stream = torch.cuda.Stream(device=device)
 
-    def record(self, layer: int, stream: torch.cuda.Stream) -> None:
-        """Marks ``layer`` as in place once ``stream`` gets here."""
-        self._events[layer].record(stream)
+    def fork(self) -> torch.cuda.Event:
+        """An event after everything that the caller's current stream holds by now."""
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "LayerwiseLoader.load: got a current stream that captures a CUDA graph; "
+                    "needs one that does not (sgl_kvio.transfer can be captured)"
+                )
+            return torch.cuda.current_stream(self._device).record_event()
 
-    def _wait(self, layer: int) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._events[layer])
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes this stream the calling thread's current one; inference tensors may be written."""
+        # The device is selected apart from the stream: leaving the stream of another GPU would
+        # select the caller's GPU for good, which creates a context there.
+        with (
+            torch.inference_mode(),
+            torch.cuda.device(self._device),
+            torch.cuda.stream(self._stream),
+        ):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        """An event after everything that this stream holds by now."""
+        # New every time: a reused event would make a late wait_layer wait for another load.
+        return self._stream.record_event()
+
+    def start_after(self, event: torch.cuda.Event) -> None:
+        """Makes this stream wait for ``event``."""
+        self._stream.wait_event(event)
+
+    def order_caller(self, event: torch.cuda.Event) -> None:
+        """Makes the caller's current stream wait for ``event``."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keeps the memory of a GPU tensor from being reused while this stream may read it."""
+        if tensor.is_cuda:
+            tensor.record_stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Blocks the host until this stream is idle."""
+        self._stream.synchronize()
+
+
+class _StreamLoad(LayerwiseLoad):
+    """A load on a side stream: groups run in order, so the last event stands for all of them."""
+
+    def __init__(self, groups: _Groups, kept: object, side: _SideStream) -> None:
+        super().__init__(groups, kept)
+        self._side = side
+        self._events: list[torch.cuda.Event] = []
+
+    def submit(
+        self,
+        start: torch.cuda.Event,
+        copy_group: Callable[[int], None],
+        indices: Sequence[torch.Tensor],
+    ) -> None:
+        """Enqueues every group behind ``start``; after an error nothing is in flight."""
+        with self._side.current():
+            self._side.start_after(start)
+            try:
+                for group in range(len(self._groups)):
+                    copy_group(group)
+                    # Not earlier: by now the op has refused indices of another device.
+                    for index in indices if group == 0 else ():
+                        self._side.hold(index)
+                    self._events.append(self._side.mark())
+                    self._submitted()
+            except BaseException:
+                # Groups before the failing one may be under way, and nobody waits for them.
+                self._side.synchronize()
+                raise
+
+    def is_submitted(self) -> bool:
+        """Whether everything that will be enqueued is."""
+        return True
+
+    def drain(self) -> None:
+        """Blocks the host until nothing that was enqueued is in flight; raises no load's error."""
+        if self._events:
+            self._events[-1].synchronize()
+        self._kept = None
+
+    def _submitted(self) -> None:
+        """Called after each group."""
+
+    def _wait(self, group: int) -> None:
+        self._side.order_caller(self._events[group])
 
     def _synchronize(self) -> None:
         self._events[-1].synchronize()
@@ -95,52 +291,45 @@ class _StreamLoad(LayerwiseLoad):
         return not self._events or self._events[-1].query()
 
 
-class _ThreadLoad(LayerwiseLoad):
-    """A load on a worker thread: one future a layer."""
+class _WorkerStreamLoad(_StreamLoad):
+    """A load on a side stream that a worker thread submits."""
 
-    def __init__(self, num_layers: int, kept: object) -> None:
-        super().__init__(num_layers, kept)
-        self._futures: list[Future[None]] = [Future() for _ in range(num_layers)]
-        self._num_answered = 0
-        _with_threads.add(self)
+    def __init__(self, groups: _Groups, kept: object, side: _SideStream) -> None:
+        super().__init__(groups, kept, side)
+        self._answers = _Answers(groups)
 
-    def run(self, copy_layer: Callable[[int], None]) -> None:
-        """Copies every layer; the first error is that of its layer and of all later ones."""
-        # Inference tensors may be written in that mode only, and a thread starts outside of it.
-        with torch.inference_mode():
-            for layer, future in enumerate(self._futures):
-                try:
-                    copy_layer(layer)
-                except BaseException as error:
-                    for rest in self._futures[layer:]:
-                        rest.set_exception(error)
-                    self._num_answered = self._num_layers
-                    break
-                future.set_result(None)
-                self._num_answered = layer + 1
-        self._kept = None
+    def run(
+        self,
+        owner: weakref.ref[LayerwiseLoader],
+        start: torch.cuda.Event,
+        copy_group: Callable[[int], None],
+        indices: Sequence[torch.Tensor],
+    ) -> None:
+        """Submits every group; the first error is that of its group and of all later ones."""
+        try:
+            self.submit(start, copy_group, indices)
+        except BaseException as error:
+            self._answers.fail(error)
+        # A loader that went before this point left the load to its worker (_drain_all).
+        if owner() is None:
+            self.drain()
 
-    def _after_fork(self) -> None:
-        """In the child: layers that were not in place at the fork never will be, so they fail."""
-        # Counted, because a future tells by a lock, which the worker may have held.
-        for layer in range(self._num_answered, self._num_layers):
-            lost: Future[None] = Future()
-            lost.set_exception(
-                RuntimeError(
-                    f"LayerwiseLoad: layer {layer} was in flight when this process was forked; "
-                    "only the parent gets it, load again here"
-                )
-            )
-            self._futures[layer] = lost
+    def is_submitted(self) -> bool:
+        return self._answers.complete()
 
-    def _wait(self, layer: int) -> None:
-        self._futures[layer].result()
+    def _submitted(self) -> None:
+        self._answers.succeed()
+
+    def _wait(self, group: int) -> None:
+        self._answers.wait(group)
+        super()._wait(group)
 
     def _synchronize(self) -> None:
-        self._futures[-1].result()
+        self._answers.wait(len(self._groups) - 1)
+        super()._synchronize()
 
     def _is_finished(self) -> bool:
-        return all(future.done() for future in self._futures)
+        return self._answers.complete() and super()._is_finished()
 
 
 class LayerwiseLoader:
@@ -152,23 +341,37 @@ class LayerwiseLoader:
             (or on that GPU).
         device_layers: for each layer the list of its device buffers, in the same order; all on one
             device.
-        row_ndim, page_size, backend, num_blocks: as in ``sgl_kvio.transfer``.
+        group: most layers that one transfer moves. Layer 0 always goes alone, so that it is there
+            early; then come groups of ``group`` layers, each in place as a whole. 1 is one
+            transfer a layer. More pays where a page keeps its layers together on both sides
+            (``page_first_direct``), since several layers of a page are one driver copy then, and
+            where the calls themselves cost too much.
+        submit: who enqueues the transfers on a GPU: the thread that calls ``load`` (``"caller"``),
+            or a worker of the loader (``"thread"``), so that ``load`` returns after some ten
+            microseconds however much there is to enqueue. On the CPU a worker always copies.
+        row_ndim, page_size, backend, num_blocks, prefer: as in ``sgl_kvio.transfer``.
 
     Stream contract on a GPU. ``load`` makes both edges: its side stream first waits for everything
     that the caller's current stream of the device holds by then (so a kernel that still writes or
-    zeroes the pages is finished), and records one event after each layer, which ``wait_layer``
+    zeroes the pages is finished), and records one event after each group, which ``wait_layer``
     makes the caller's current stream wait for. Pages that a load writes are read only after
     ``wait_layer``. Loads of one loader run in the order of ``load``. Host rows and index tensors
     must keep their contents, and a host pool its registration, until the load is done; the tensors
     themselves are kept alive here. ``load`` cannot be captured into a CUDA graph.
+
+    With ``submit="thread"`` a ``wait_layer`` first blocks the host until the worker has enqueued
+    that layer's group, and errors of the transfers come out of ``wait_layer``, ``wait`` and
+    ``synchronize`` of that load instead of ``load``. Synchronizing a stream or the GPU does not
+    wait for what the worker has yet to enqueue: ``synchronize`` of the load does, and so does
+    ``close``; call one of them before a host pool is closed.
 
     Without a GPU (all tensors on the CPU) one worker thread copies, in the order of ``load``, and
     ``wait_layer`` blocks. Errors of the copying come out of ``wait_layer``, ``wait`` and
     ``synchronize`` of that load. A forked child goes on with a worker of its own; layers in flight
     at the fork reach the parent only and raise RuntimeError in the child.
 
-    Raises ValueError when the lists do not fit together or mix devices, or an option that is a
-    number is none. Copying or pickling a loader raises TypeError.
+    Raises ValueError when the lists do not fit together or mix devices, or an option is none that
+    there is. Copying or pickling a loader raises TypeError.
 
     Example::
 
@@ -184,45 +387,60 @@ class LayerwiseLoader:
         host_layers: Sequence[Buffers],
         device_layers: Sequence[Buffers],
         *,
+        group: int = 1,
+        submit: str = "caller",
         row_ndim: int = 2,
         page_size: int = 1,
         backend: str = "auto",
         num_blocks: int = 0,
+        prefer: str = "throughput",
     ) -> None:
-        self._host = _as_layers("host_layers", host_layers)
-        self._dst = _as_layers("device_layers", device_layers)
-        self._device = _checked_device(self._host, self._dst)
-        self._num_layers = len(self._dst)
+        host = _as_layers("host_layers", host_layers)
+        dst = _as_layers("device_layers", device_layers)
+        self._device = _checked_device(host, dst)
+        self._groups = _Groups(len(dst), _group_size(group))
+        self._host, self._dst = self._groups.gather(host), self._groups.gather(dst)
+        if submit not in SUBMIT_FROM:
+            raise ValueError(
+                f"LayerwiseLoader: submit got {submit!r}; needs one of {', '.join(SUBMIT_FROM)}"
+            )
+        self._submit = submit
         self._options: dict[str, Any] = {
             "row_ndim": _option("row_ndim", row_ndim),
             "page_size": _option("page_size", page_size),
             "backend": backend,
             "num_blocks": _option("num_blocks", num_blocks),
         }
+        if prefer != "throughput":
+            self._options["prefer"] = prefer
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
         self._newest: LayerwiseLoad | None = None
-        self._side: torch.cuda.Stream | None = None
         self._worker: ThreadPoolExecutor | None = None
-        self._in_flight: list[LayerwiseLoad] = []
-        if self._device.type == "cuda":
-            self._side = torch.cuda.Stream(device=self._device)
+        self._in_flight: list[_StreamLoad] = []
+        self._side = _side_stream(self._device)
+        if self._side is not None:
             # Once is enough: the allocator looks at a block's streams when the block is freed.
             with torch.inference_mode():
                 for buffers in self._dst:
                     for buffer in buffers:
-                        buffer.record_stream(self._side)
+                        self._side.hold(buffer)
             # A loader dropped with a load in flight must not let go of what the side stream still
             # reads. At exit nothing is given to anyone else, so there is nothing to wait for.
-            release = weakref.finalize(self, _synchronize_all, self._in_flight, self._owner_pid)
+            release = weakref.finalize(self, _drain_all, self._in_flight, self._owner_pid)
             release.atexit = False
         _with_threads.add(self)
 
     @property
     def num_layers(self) -> int:
         """Layers of a load."""
-        return self._num_layers
+        return len(self._groups.of_layer)
+
+    @property
+    def num_groups(self) -> int:
+        """Transfers of a load: layer 0, then groups of ``group`` layers."""
+        return len(self._groups)
 
     @property
     def device(self) -> torch.device:
@@ -240,32 +458,35 @@ class LayerwiseLoader:
 
         Indices are as in ``sgl_kvio.transfer``: 1-D int32 or int64 of equal length, one entry a
         token slot (``index_unit="token"``) or page (``"page"``). CPU indices that do not fit raise
-        here when the device is a GPU. GPU indices out of range skip their rows and raise from the
-        first call that sees it: this load at a later layer, another transfer, or
-        ``sgl_kvio.check()``.
+        here when the device is a GPU and this thread submits. GPU indices out of range skip their
+        rows and raise from the first call that sees it: this load at a later layer, another
+        transfer, or ``sgl_kvio.check()``. A worker thread gets copies of CPU index lists of up to
+        16,384 entries, so that those may change at once; longer ones may not.
 
         Raises ValueError after ``close()`` and for indices that are no tensor of the CPU or a GPU,
-        RuntimeError inside a CUDA graph capture, and what ``sgl_kvio.transfer`` raises (on the CPU
-        from ``wait_layer``). After an error nothing is in flight.
+        RuntimeError inside a CUDA graph capture, and what ``sgl_kvio.transfer`` raises (from
+        ``wait_layer`` when a worker thread runs it). After an error nothing is in flight.
         """
         _check_indices("host_indices", host_indices)
         _check_indices("device_indices", device_indices)
+        side = self._side
+        if side is None or self._submit == "thread":
+            host_indices, device_indices = _for_worker(host_indices), _for_worker(device_indices)
         host, dst, options = self._host, self._dst, dict(self._options, index_unit=index_unit)
 
-        def copy_layer(layer: int) -> None:
-            ops.transfer(dst[layer], host[layer], device_indices, host_indices, **options)
+        def copy_group(group: int) -> None:
+            ops.transfer(dst[group], host[group], device_indices, host_indices, **options)
 
         kept = (host, dst, host_indices, device_indices)
         # Held throughout, so that loads do not mix and run in the order of the calls.
         with self._lock:
             self._check_open()
-            if self._side is None:
-                load = self._load_on_thread(copy_layer, kept)
+            if side is None:
+                self._newest = self._load_on_thread(copy_group, kept)
             else:
                 indices = (host_indices, device_indices)
-                load = self._load_on_stream(self._side, copy_layer, kept, indices)
-            self._newest = load
-            return load
+                self._newest = self._load_on_stream(side, copy_group, kept, indices)
+            return self._newest
 
     def wait_layer(self, layer: int) -> None:
         """``wait_layer`` of the newest load; returns at once when there has been none.
@@ -289,7 +510,7 @@ class LayerwiseLoader:
             if self._worker is not None:
                 self._worker.shutdown(wait=True)
                 self._worker = None
-            _synchronize_all(self._in_flight, self._owner_pid)
+            _drain_all(self._in_flight, self._owner_pid)
             self._newest = None
             self._host, self._dst = [], []
 
@@ -321,51 +542,40 @@ class LayerwiseLoader:
         if self._closed:
             raise ValueError("LayerwiseLoader: used after close()")
 
-    def _load_on_thread(self, copy_layer: Callable[[int], None], kept: object) -> LayerwiseLoad:
-        load = _ThreadLoad(self.num_layers, kept)
+    def _start_on_worker(self, run: Callable[..., None], *arguments: object) -> None:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="kvio-loader")
-        self._worker.submit(load.run, copy_layer)
+        self._worker.submit(run, *arguments)
+
+    def _load_on_thread(self, copy_group: Callable[[int], None], kept: object) -> LayerwiseLoad:
+        load = _ThreadLoad(self._groups, kept)
+        self._start_on_worker(load.run, copy_group)
         return load
 
     def _load_on_stream(
         self,
-        side: torch.cuda.Stream,
-        copy_layer: Callable[[int], None],
+        side: _SideStream,
+        copy_group: Callable[[int], None],
         kept: object,
         indices: Sequence[torch.Tensor],
     ) -> LayerwiseLoad:
-        # The device is selected apart from the stream: leaving the stream of another GPU would
-        # select the caller's GPU for good, which creates a context there.
-        with torch.inference_mode(), torch.cuda.device(self._device):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "LayerwiseLoader.load: got a current stream that captures a CUDA graph; "
-                    "needs one that does not (sgl_kvio.transfer can be captured)"
-                )
-            load = _StreamLoad(self.num_layers, kept, self._device)
-            side.wait_stream(torch.cuda.current_stream(self._device))
-            try:
-                with torch.cuda.stream(side):
-                    for layer in range(self.num_layers):
-                        copy_layer(layer)
-                        load.record(layer, side)
-                    # Last: by now the op has refused indices of another device.
-                    for index in indices:
-                        if index.is_cuda:
-                            index.record_stream(side)
-            except BaseException:
-                # Layers before the failing one may be under way, and the caller has no load to
-                # wait for.
-                side.synchronize()
-                raise
-        self._in_flight[:] = [other for other in self._in_flight if not other.done()]
+        start = side.fork()
+        load: _StreamLoad
+        if self._submit == "thread":
+            load = _WorkerStreamLoad(self._groups, kept, side)
+            self._start_on_worker(load.run, weakref.ref(self), start, copy_group, indices)
+        else:
+            load = _StreamLoad(self._groups, kept, side)
+            load.submit(start, copy_group, indices)
+        # Loads end in the order of the calls.
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.pop(0)
         self._in_flight.append(load)
         return load
 
 
 # What a forked child must know to be without the parent's threads.
-_with_threads: weakref.WeakSet[LayerwiseLoader | _ThreadLoad] = weakref.WeakSet()
+_with_threads: weakref.WeakSet[LayerwiseLoader | _Answers] = weakref.WeakSet()
 
 
 def _leave_threads() -> None:
@@ -376,12 +586,33 @@ def _leave_threads() -> None:
 os.register_at_fork(after_in_child=_leave_threads)
 
 
-def _synchronize_all(loads: list[LayerwiseLoad], owner_pid: int) -> None:
+def _drain_all(loads: list[_StreamLoad], owner_pid: int) -> None:
     # A forked child inherits the loads, not the CUDA context that their events are of.
     if os.getpid() != owner_pid:
         return
     while loads:
-        loads.pop().synchronize()
+        load = loads.pop()
+        # One that a worker has yet to submit is drained there: a finalizer may run on any thread,
+        # the worker itself included, and must not wait for one.
+        if load.is_submitted():
+            load.drain()
+
+
+def _side_stream(device: torch.device) -> _SideStream | None:
+    return _SideStream(device) if device.type == "cuda" else None
+
+
+def _for_worker(indices: torch.Tensor) -> torch.Tensor:
+    """Indices that the caller cannot change under the worker, as far as that is cheap."""
+    on_cpu = indices.device.type == "cpu"
+    return indices.clone() if on_cpu and indices.numel() <= MAX_CLONED_INDICES else indices
+
+
+def _group_size(group: int) -> int:
+    size = as_int(group)
+    if size is None or size < 1:
+        raise ValueError(f"LayerwiseLoader: group got {group!r}; needs an int of at least 1")
+    return size
 
 
 def _layer_number(where: str, layer: int) -> int:

@@ -114,3 +114,164 @@ def test_plot_draws_a_result(result_path: Path, tmp_path: Path) -> None:
     done = run_python(str(BENCH / "plot.py"), str(result_path), "-o", str(picture))
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# ----------------------------------------------------------------------- crossover, interference
+
+TINY = ["--device", "cpu", "--quick", "--pool-gib", "0.02", "--budget", "100"]
+
+
+def run_bench(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    path = folder / f"{name}.json"
+    done = run_python(str(BENCH / f"{name}.py"), *TINY, *arguments, "--out", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {**json.loads(path.read_text()), "path": path, "printed": done.stdout}
+
+
+@pytest.fixture(scope="module")
+def crossover(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_bench("crossover", tmp_path_factory.mktemp("crossover"))
+
+
+@pytest.fixture(scope="module")
+def interference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_bench("interference", tmp_path_factory.mktemp("interference"))
+
+
+def test_crossover_measures_every_cell_by_every_backend(crossover: dict[str, Any]) -> None:
+    assert crossover["mismatches"] == crossover["refused"] == crossover["skipped"] == []
+    cells: dict[Any, set[str]] = {}
+    for record in crossover["records"]:
+        if record["section"] == "runs":
+            assert 0 < record["gbps_min"] <= record["gbps_median"] <= record["gbps_max"] < math.inf
+            key = (record["direction"], record["layout"], record["run_bytes"])
+            cells.setdefault(key, set()).add(record["backend"])
+    assert {key[:2] for key in cells} == {
+        (direction, layout)
+        for direction in ("H2D", "D2H")
+        for layout in ("layer_first", "page_first")
+    }
+    assert len({key[2] for key in cells}) >= 4
+    assert all(backends == {"cpu", "auto"} for backends in cells.values())
+
+
+def test_crossover_compares_auto_with_the_best_backend_of_its_cell(
+    crossover: dict[str, Any],
+) -> None:
+    rates = {
+        (r["direction"], r["layout"], r["run_bytes"], r["backend"]): r["gbps_median"]
+        for r in crossover["records"]
+        if r["section"] == "runs"
+    }
+    assert len(crossover["auto"]) == len(rates) / 2
+    for item in crossover["auto"]:
+        cell = (item["direction"], item["layout"], item["run_bytes"])
+        auto, cpu = (rates[(*cell, backend)] for backend in ("auto", "cpu"))
+        assert item["share"] == pytest.approx(auto / cpu, rel=1e-4)
+
+
+def test_crossover_times_calls_entries_and_loads_on_the_callers_thread(
+    crossover: dict[str, Any],
+) -> None:
+    costs = crossover["call_costs"]
+    assert all(cost["cpu_us_median"] > 0 for cost in costs)
+    assert {cost["backend"] for cost in costs if "entries" not in cost} == {"cpu", "auto"}
+    entries = {(cost["entries"], cost.get("submit")) for cost in costs if "entries" in cost}
+    counts = {count for count, _ in entries}
+    assert entries == {(count, who) for count in counts for who in (None, "caller", "thread")}
+
+
+def test_crossover_times_the_first_and_the_last_layer_of_every_grouping(
+    crossover: dict[str, Any],
+) -> None:
+    loads = crossover["loads"]
+    assert {load["submit"] for load in loads} == {"caller", "thread"}
+    assert len({load["group"] for load in loads}) >= 2
+    for load in loads:
+        assert 0 < load["us_layer_0"] <= load["us_last"]
+        rate = load["payload_bytes"] / (load["us_last"] * 1e3)
+        assert load["gbps_median"] == pytest.approx(rate, rel=1e-3)
+
+
+def test_crossover_measures_the_sections_that_it_is_told_to(tmp_path: Path) -> None:
+    result = run_bench("crossover", tmp_path, "--sections", "groups")
+    assert result["sections"] == ["groups"]
+    assert result["loads"]
+    assert result["records"] == result["call_costs"] == result["auto"] == []
+
+
+def test_interference_measures_every_transfer_beside_every_loop(
+    interference: dict[str, Any],
+) -> None:
+    assert interference["mismatches"] == interference["refused"] == interference["skipped"] == []
+    seen = {(r["loop"], r["direction"], r["provider"]) for r in interference["records"]}
+    assert seen == {
+        (loop, "H2D", provider)
+        for loop in ("matmul", "decode")
+        for provider in ("contiguous copy", "cpu")
+    }
+    for record in interference["records"]:
+        assert record["covered"], "a transfer ran for only a part of the loop"
+        assert record["gbps_alone"] > 0
+        # A busy machine may give the transfer no turn during so short a loop: then there is no
+        # rate, and never a zero.
+        assert record["gbps_beside"] is None or record["gbps_beside"] > 0
+        assert record["rounds"] == 3
+
+
+def test_interference_ratios_lie_between_their_extremes(interference: dict[str, Any]) -> None:
+    for record in interference["records"]:
+        low, middle, high = (record[f"slowdown{end}"] for end in ("_min", "", "_max"))
+        assert 0 < low <= middle <= high < math.inf
+        assert record["alone_us"] > 0
+        assert record["beside_us"] > 0
+
+
+@pytest.mark.parametrize("name", ["crossover", "interference"])
+def test_every_result_is_drawn_and_names_none_of_its_folders(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(name)["path"]
+    assert str(path.parent) not in path.read_text()
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "small.png"
+    done = run_python(str(BENCH / "plot.py"), str(path), "-o", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["crossover", "interference"])
+def test_other_benches_fail_when_a_call_misses_a_row(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "wrong.json"
+    program = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+import sgl_kvio
+from sgl_kvio import ops
+whole = sgl_kvio.transfer
+def all_but_the_last_row(dst, src, dst_indices, src_indices, **options):
+    whole(dst, src, dst_indices[:-1], src_indices[:-1], **options)
+sgl_kvio.transfer = ops.transfer = all_but_the_last_row
+import {name}
+sys.exit({name}.main({[*TINY, "--out", str(out)]!r}))
+"""
+    done = run_python("-c", program)
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert result["mismatches"]
+    assert result.get("loads", []) == []
+    assert all(record.get("provider") == "contiguous copy" for record in result["records"])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("crossover", ["--sections", "runs,magic"], "magic"),
+        ("crossover", ["--targets"], "needs a GPU"),
+        ("interference", ["--rounds", "2"], "--rounds"),
+    ],
+)
+def test_bad_options_of_other_benches_are_named(name: str, arguments: list[str], text: str) -> None:
+    done = run_python(str(BENCH / f"{name}.py"), "--device", "cpu", *arguments)
+    assert done.returncode == 2
+    assert text in done.stderr

@@ -2,17 +2,17 @@
 
 import copy
 import gc
-import os
 import pickle
-import signal
 import threading
 import time
 import weakref
 
 import pytest
 import torch
+from loader_rig import WAIT_S, Gate, L, flat_layers, in_a_forked_child
 
 from sgl_kvio import HostKVPool, LayerwiseLoader, ops
+from sgl_kvio.loader import MAX_CLONED_INDICES
 
 COMBINATIONS = pytest.mark.parametrize(
     ("kind", "layout"),
@@ -23,8 +23,7 @@ COMBINATIONS = pytest.mark.parametrize(
         if layout != "page_head" or kind == "mha"
     ],
 )
-N, P, L = 6, 4, 3
-WAIT_S = 30.0
+N, P = 6, 4
 
 
 def make_pool(kind="mha", layout="page_first", num_pages=N):
@@ -54,32 +53,6 @@ def rows(view, slots):
 
 def put_rows(view, slots, values):
     view[(slots,) if view.dim() == 3 else (slots // P, slots % P)] = values
-
-
-def flat_layers(seed=0, slots=16, layers=L):
-    """Layers of one flat buffer of [slots, 2, 3] numbers, all different."""
-    return [
-        [torch.arange(slots * 6, dtype=torch.int32).view(slots, 2, 3) + 1000 * (seed + i)]
-        for i in range(layers)
-    ]
-
-
-class Gate:
-    """Stands in for ops.transfer: lets through one layer each time `open` is called."""
-
-    def __init__(self, monkeypatch):
-        self._transfer = ops.transfer
-        self._turns = threading.Semaphore(0)
-        self.started = []
-        monkeypatch.setattr(ops, "transfer", self)
-
-    def __call__(self, *args, **options):
-        self.started.append(args)
-        assert self._turns.acquire(timeout=WAIT_S)
-        self._transfer(*args, **options)
-
-    def open(self, layers=1):
-        self._turns.release(layers)
 
 
 @pytest.fixture
@@ -294,6 +267,158 @@ def test_numpys_ints_are_ints_to_a_loader():
     assert torch.equal(to[2][0][5], host[2][0][3])
 
 
+# ----------------------------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("layers", [1, 2, 6])
+@pytest.mark.parametrize("group", [1, 2, 4, 100])
+def test_a_load_in_groups_brings_the_same_bytes(layers, group):
+    host, to = flat_layers(1, layers=layers), flat_layers(9, layers=layers)
+    slots = torch.tensor([3, 15, 0])
+    with LayerwiseLoader(host, to, group=group) as loader:
+        load = loader.load(slots, slots.flip(0))
+        for i in range(layers):
+            load.wait_layer(i)
+            assert torch.equal(to[i][0][slots.flip(0)], host[i][0][slots])
+        load.synchronize()
+    rest = torch.tensor([i for i in range(16) if i not in slots])
+    for i, want in enumerate(flat_layers(9, layers=layers)):
+        assert torch.equal(to[i][0][rest], want[0][rest])
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes"), [(1, [1] * 6), (2, [1, 2, 2, 1]), (3, [1, 3, 2]), (5, [1, 5]), (99, [1, 5])]
+)
+def test_layer_0_moves_alone_and_the_others_in_groups(monkeypatch, group, sizes):
+    moved, transfer = [], ops.transfer
+
+    def record(dst, *rest, **options):
+        moved.append(len(dst))
+        transfer(dst, *rest, **options)
+
+    monkeypatch.setattr(ops, "transfer", record)
+    with LayerwiseLoader(flat_layers(1, layers=6), flat_layers(9, layers=6), group=group) as loader:
+        loader.load(torch.tensor([0]), torch.tensor([0])).wait()
+        assert loader.num_groups == len(sizes)
+    assert moved == sizes
+
+
+def test_wait_layer_waits_for_the_group_of_the_layer_and_no_later_one(gate):
+    host, to = flat_layers(1, layers=6), flat_layers(9, layers=6)
+    slots = torch.arange(16)
+    with LayerwiseLoader(host, to, group=2) as loader:
+        load = loader.load(slots, slots)
+        for group in ([0], [1, 2], [3, 4], [5]):
+            assert not load.done()
+            assert torch.equal(to[group[0]][0], flat_layers(9, layers=6)[group[0]][0])
+            gate.open()
+            for layer in group:
+                load.wait_layer(layer)
+                assert torch.equal(to[layer][0], host[layer][0])
+        load.wait()
+
+
+def test_a_group_names_the_buffers_of_one_kind_one_after_another(gate):
+    host, to = ([[torch.zeros(4, 1, 1) for _ in "KV"] for _ in range(3)] for _ in range(2))
+    with LayerwiseLoader(host, to, group=2) as loader:
+        load = loader.load(torch.tensor([0]), torch.tensor([0]))
+        gate.open(2)
+        load.wait()
+    dst, src = gate.started[1][:2]
+    for layers, given in ((to, dst), (host, src)):
+        want = [layers[1][0], layers[2][0], layers[1][1], layers[2][1]]
+        assert [id(buffer) for buffer in given] == [id(buffer) for buffer in want]
+
+
+def test_layers_of_several_geometries_may_share_a_group():
+    shapes = [(16, 2, 3), (4, 4, 2, 3), (16, 1, 8), (20, 2, 3), (5, 4, 5, 1)]
+    dtypes = [torch.int32, torch.int32, torch.int16, torch.uint8, torch.int64]
+
+    def layers(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            [
+                torch.randint(0, 100, shape, dtype=dtype, generator=generator)
+                for _ in range(1 + i % 2)
+            ]
+            for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+        ]
+
+    host, to, want = layers(1), layers(2), layers(2)
+    host_slots, device_slots = torch.tensor([15, 2, 7]), torch.tensor([0, 9, 14])
+    for sources, targets in zip(host, want, strict=True):
+        for source, target in zip(sources, targets, strict=True):
+            if source.dim() == 3:
+                target[device_slots] = source[host_slots]
+            else:
+                target[device_slots // P, device_slots % P] = source[
+                    host_slots // P, host_slots % P
+                ]
+    with LayerwiseLoader(host, to, group=4, page_size=P) as loader:
+        loader.load(host_slots, device_slots).wait()
+    for got, expected in zip(to, want, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_an_error_of_a_group_is_that_of_its_layers_and_of_all_later_ones():
+    host, to = flat_layers(1, layers=6), flat_layers(9, layers=6)
+    to[2] = flat_layers(9, slots=8, layers=1)[0]
+    with LayerwiseLoader(host, to, group=2) as loader:
+        load = loader.load(torch.tensor([1]), torch.tensor([12]))
+        load.wait_layer(0)
+        for layer in range(1, 6):
+            with pytest.raises(RuntimeError, match="dst_indices"):
+                load.wait_layer(layer)
+            rows = flat_layers(9, layers=6)[layer][0][: to[layer][0].shape[0]]
+            assert layer == 2 or torch.equal(to[layer][0], rows)
+
+
+@pytest.mark.parametrize("group", [0, -1, True, 1.5, None, "2"])
+def test_a_group_that_is_no_size_is_refused_by_name(group):
+    with pytest.raises(ValueError, match="group got .*; needs an int of at least 1"):
+        LayerwiseLoader(flat_layers(), flat_layers(), group=group)
+
+
+@pytest.mark.parametrize("submit", ["", "Thread", None, 1])
+def test_a_submitter_that_there_is_not_is_refused_by_name(submit):
+    with pytest.raises(ValueError, match="submit got .*; needs one of caller, thread"):
+        LayerwiseLoader(flat_layers(), flat_layers(), submit=submit)
+
+
+def test_options_reach_every_transfer_and_a_preference_only_when_there_is_one(monkeypatch):
+    seen = []
+    monkeypatch.setattr(ops, "transfer", lambda *args, **options: seen.append(options))
+    index = torch.tensor([0])
+    for more in ({}, {"prefer": "quiet"}):
+        options = {"row_ndim": 2, "page_size": 4, "backend": "cpu", "num_blocks": 3, **more}
+        with LayerwiseLoader(flat_layers(), flat_layers(), **options) as loader:
+            loader.load(index, index, index_unit="page").wait()
+        assert seen == [{**options, "index_unit": "page"}] * L
+        seen.clear()
+
+
+def test_other_threads_run_python_while_a_transfer_is_copying(monkeypatch):
+    spans, transfer = [], ops.transfer
+
+    def timed(*args, **options):
+        start = time.perf_counter()
+        transfer(*args, **options)
+        spans.append((start, time.perf_counter()))
+
+    monkeypatch.setattr(ops, "transfer", timed)
+    # Long enough for many turns of the interpreter: 32 MiB in rows of 64 bytes a layer.
+    rows = 1 << 19
+    slots = torch.randperm(rows)
+    host, to = ([torch.zeros(rows, 1, 64, dtype=torch.uint8) for _ in range(L)] for _ in range(2))
+    stamps = []
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(slots, slots)
+        while not load.done():
+            stamps.append(time.perf_counter())
+    inside = [sum(start < stamp < stop for stamp in stamps) for start, stop in spans]
+    assert max(inside) > 20, inside
+
+
 # ----------------------------------------------------------------------------------------- errors
 
 
@@ -401,25 +526,49 @@ def test_lists_that_do_not_fit_together_are_refused_by_name(host, device, text):
 # --------------------------------------------------------------------------------------- lifetime
 
 
-def test_pools_and_indices_live_until_the_load_is_done(gate):
+def test_pools_live_until_the_load_is_done(gate):
     host, to = flat_layers(1), flat_layers(9)
-    host_slots, device_slots = torch.arange(16), torch.arange(16)
-    references = [weakref.ref(t) for t in (host_slots, device_slots, host[2][0], to[2][0])]
+    references = [weakref.ref(t) for t in (host[2][0], to[2][0])]
     loader = LayerwiseLoader(host, to)
-    load = loader.load(host_slots, device_slots)
-    del host, to, host_slots, device_slots, loader
+    load = loader.load(torch.arange(16), torch.arange(16))
+    del host, to, loader
     gc.collect()
     assert all(reference() is not None for reference in references)
     gate.started.clear()
     gate.open(L)
     load.synchronize()
-    assert torch.equal(references[3](), flat_layers(1)[2][0])
+    assert torch.equal(references[1](), flat_layers(1)[2][0])
     del load
     gate.started.clear()
     deadline = time.monotonic() + WAIT_S
     while any(reference() is not None for reference in references):
         assert time.monotonic() < deadline
         gc.collect()
+
+
+def test_index_lists_may_change_and_go_while_a_worker_reads_them(gate):
+    host, to = flat_layers(1), flat_layers(9)
+    host_slots, device_slots = torch.arange(16), torch.arange(16).flip(0)
+    with LayerwiseLoader(host, to) as loader:
+        load = loader.load(host_slots, device_slots)
+        host_slots.fill_(99)
+        device_slots.fill_(99)
+        gate.open(L)
+        load.wait()
+    for src, dst in zip(host, to, strict=True):
+        assert torch.equal(dst[0], src[0].flip(0))
+
+
+def test_an_index_list_too_long_to_be_copied_lives_until_the_load_is_done(gate):
+    slots = torch.zeros(MAX_CLONED_INDICES + 1, dtype=torch.int64)
+    reference = weakref.ref(slots)
+    with LayerwiseLoader(flat_layers(1), flat_layers(9)) as loader:
+        load = loader.load(slots, slots)
+        del slots
+        gc.collect()
+        assert reference() is not None
+        gate.open(L)
+        load.synchronize()
 
 
 def test_a_load_that_is_done_keeps_nothing_alive():
@@ -510,20 +659,6 @@ def test_a_loader_is_not_copied(duplicate):
 
 
 # -------------------------------------------------------------------------------------------- fork
-
-
-def in_a_forked_child(work):
-    """The exit status of a child that runs `work`; killed (negative) when it hangs."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(10)
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def check_a_load(loader, host, to, row):

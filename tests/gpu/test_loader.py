@@ -1,6 +1,8 @@
 """LayerwiseLoader on a GPU: both stream edges, the events of single layers, and lifetimes."""
 
 import gc
+import threading
+import time
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ N, P, L, H, D = 8, 16, 4, 2, 64
 SLOTS = N * P
 POISON = -7
 SLEEP_CYCLES = 20_000_000  # about 10 ms; far above what any of these transfers takes
+SUBMIT = pytest.mark.parametrize("submit", ["caller", "thread"])
 
 
 @pytest.fixture
@@ -107,15 +110,18 @@ def slow_layers(monkeypatch):
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("group", [1, 2, 100])
+@SUBMIT
 def test_a_load_brings_the_rows_and_leaves_every_other_byte_alone(
-    layout, index_device, dtype, slots
+    layout, index_device, dtype, group, submit, slots
 ):
     sizes = {"num_pages": N, "page_size": P, "num_layers": L, "num_heads": H, "head_dim": D}
     with HostKVPool("mha", layout, **sizes, dtype=torch.int32) as pool:
         for i, view in enumerate(pool.all_layers()):
             view.copy_(numbers(i).view(view.shape))
         device = poisoned()
-        with LayerwiseLoader(pool.layers(), device, page_size=P) as loader:
+        options = {"page_size": P, "group": group, "submit": submit}
+        with LayerwiseLoader(pool.layers(), device, **options) as loader:
             load = loader.load(*(index.to(index_device, dtype) for index in slots))
             for i in range(L):
                 load.wait_layer(i)
@@ -130,6 +136,24 @@ def test_page_indices_bring_whole_pages(pool):
         pages = torch.tensor([5, 0, 6]), torch.tensor([2, 3, 0])
         loader.load(*pages, index_unit="page").wait()
         assert_loaded(device, *(pool.token_indices(ids) for ids in pages))
+
+
+@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+@SUBMIT
+def test_groups_of_pages_that_keep_their_layers_together_on_both_sides(index_device, submit):
+    sizes = {"num_pages": N, "page_size": P, "num_layers": L, "num_heads": H, "head_dim": D}
+    pages = torch.tensor([5, 0, 6]), torch.tensor([2, 3, 0])
+    with HostKVPool("mha", "page_first_direct", **sizes, dtype=torch.int32) as pool:
+        for i, view in enumerate(pool.all_layers()):
+            view.copy_(numbers(i).view(view.shape))
+        both = torch.full((2, N, L, P, H, D), POISON, dtype=torch.int32, device="cuda")
+        device = [[both[b, :, i] for b in range(2)] for i in range(L)]
+        options = {"page_size": P, "group": 2, "submit": submit}
+        with LayerwiseLoader(pool.layers(), device, **options) as loader:
+            ids = [page.to(index_device) for page in pages]
+            loader.load(*ids, index_unit="page").synchronize()
+        flat = [[view.reshape(SLOTS, H, D) for view in buffers] for buffers in device]
+        assert_loaded(flat, *(pool.token_indices(page) for page in pages))
 
 
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
@@ -148,12 +172,16 @@ def test_a_load_of_nothing_changes_nothing(pool, index_device):
 
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
 @pytest.mark.parametrize("caller", ["default", "own"])
-def test_a_load_runs_after_what_the_callers_stream_still_writes(pool, slots, index_device, caller):
+@SUBMIT
+def test_a_load_runs_after_what_the_callers_stream_still_writes(
+    pool, slots, index_device, caller, submit
+):
     device = poisoned()
     indices = [index.to(index_device) for index in slots]
     torch.cuda.synchronize()
     stream = torch.cuda.default_stream() if caller == "default" else torch.cuda.Stream()
-    with LayerwiseLoader(pool.layers(), device) as loader, torch.cuda.stream(stream):
+    loader = LayerwiseLoader(pool.layers(), device, submit=submit)
+    with loader, torch.cuda.stream(stream):
         torch.cuda._sleep(5 * SLEEP_CYCLES)
         for buffers in device:
             for buffer in buffers:
@@ -166,8 +194,9 @@ def test_a_load_runs_after_what_the_callers_stream_still_writes(pool, slots, ind
     assert_loaded(device, *slots)
 
 
-def test_a_load_runs_on_a_stream_of_its_own(pool, slots, slow_layers):
-    with LayerwiseLoader(pool.layers(), poisoned()) as loader:
+@SUBMIT
+def test_a_load_runs_on_a_stream_of_its_own(pool, slots, slow_layers, submit):
+    with LayerwiseLoader(pool.layers(), poisoned(), submit=submit) as loader:
         caller = torch.cuda.current_stream()
         loader.load(*slots).synchronize()
         assert torch.cuda.current_stream() == caller
@@ -177,13 +206,15 @@ def test_a_load_runs_on_a_stream_of_its_own(pool, slots, slow_layers):
 
 
 @pytest.mark.parametrize("caller", ["default", "own"])
+@SUBMIT
 def test_a_layer_is_read_after_its_event_and_not_before(
-    pool, slots, gpu_slots, slow_layers, caller
+    pool, slots, gpu_slots, slow_layers, caller, submit
 ):
     device = poisoned()
     torch.cuda.synchronize()
     stream = torch.cuda.default_stream() if caller == "default" else torch.cuda.Stream()
-    with LayerwiseLoader(pool.layers(), device) as loader, torch.cuda.stream(stream):
+    loader = LayerwiseLoader(pool.layers(), device, submit=submit)
+    with loader, torch.cuda.stream(stream):
         load = loader.load(*gpu_slots)
         # Without a wait the reader is first: this is the fault that wait_layer prevents.
         too_early = device[-1][0].clone()
@@ -198,10 +229,14 @@ def test_a_layer_is_read_after_its_event_and_not_before(
     assert_loaded(seen, *slots)
 
 
-def test_waiting_for_an_early_layer_does_not_wait_for_the_last(pool, slots, gpu_slots, slow_layers):
+@SUBMIT
+@pytest.mark.parametrize("group", [1, 2])
+def test_waiting_for_an_early_layer_does_not_wait_for_the_last(
+    pool, slots, gpu_slots, slow_layers, group, submit
+):
     device = poisoned()
     torch.cuda.synchronize()
-    with LayerwiseLoader(pool.layers(), device) as loader:
+    with LayerwiseLoader(pool.layers(), device, group=group, submit=submit) as loader:
         load = loader.load(*gpu_slots)
         load.wait_layer(0)
         first = torch.cuda.Event()
@@ -225,11 +260,12 @@ def test_every_stream_can_wait_for_a_layer(pool, slots, slow_layers):
     assert all(torch.equal(copy.cpu(), expected(L - 1, 1, *slots)) for copy in copies)
 
 
-def test_two_loads_run_in_the_order_of_the_calls(pool, slow_layers):
+@SUBMIT
+def test_two_loads_run_in_the_order_of_the_calls(pool, slow_layers, submit):
     device = poisoned()
     torch.cuda.synchronize()
     everything = torch.arange(SLOTS)
-    with LayerwiseLoader(pool.layers(), device) as loader:
+    with LayerwiseLoader(pool.layers(), device, submit=submit) as loader:
         first = loader.load(everything.flip(0), everything)
         second = loader.load(everything[:5], everything[:5])
         loader.wait_layer(L - 1)
@@ -276,6 +312,20 @@ def test_cpu_indices_out_of_range_raise_from_load_and_nothing_moves(
         torch.cuda.synchronize()
         assert all(bool((b == POISON).all()) for buffers in device for b in buffers)
         slots[position][3] = 0
+        loader.load(*slots).synchronize()
+
+
+def test_cpu_indices_out_of_range_raise_from_the_waits_when_a_worker_submits(pool, slots):
+    device = poisoned()
+    slots[0][3] = SLOTS
+    with LayerwiseLoader(pool.layers(), device, submit="thread") as loader:
+        load = loader.load(*slots)
+        for wait in (load.wait, load.synchronize, lambda: loader.wait_layer(0)):
+            with pytest.raises(RuntimeError, match=r"kvio::transfer: src_indices\[3\]"):
+                wait()
+        torch.cuda.synchronize()
+        assert all(bool((b == POISON).all()) for buffers in device for b in buffers)
+        slots[0][3] = 0
         loader.load(*slots).synchronize()
 
 
@@ -327,9 +377,10 @@ def test_device_layers_on_two_devices_are_refused():
         LayerwiseLoader([[numbers(0)], [numbers(1)]], [[numbers(0).to("cuda:0")], [numbers(1)]])
 
 
-def test_a_load_inside_a_graph_capture_is_refused_by_name(pool, slots):
+@SUBMIT
+def test_a_load_inside_a_graph_capture_is_refused_by_name(pool, slots, submit):
     indices = [index.cuda() for index in slots]
-    with LayerwiseLoader(pool.layers(), poisoned()) as loader:
+    with LayerwiseLoader(pool.layers(), poisoned(), submit=submit) as loader:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with (
@@ -339,6 +390,33 @@ def test_a_load_inside_a_graph_capture_is_refused_by_name(pool, slots):
             loader.load(*indices)
         torch.cuda.synchronize()
         loader.load(*indices).synchronize()
+
+
+@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+def test_a_worker_submits_while_the_callers_thread_captures_a_graph(
+    pool, slots, monkeypatch, index_device
+):
+    transfer, capturing = ops.transfer, threading.Event()
+
+    def during_the_capture(*args, **options):
+        assert capturing.wait(30)
+        transfer(*args, **options)
+
+    monkeypatch.setattr(ops, "transfer", during_the_capture)
+    device, indices = poisoned(), [index.to(index_device) for index in slots]
+    number = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with LayerwiseLoader(pool.layers(), device, submit="thread") as loader:
+        load = loader.load(*indices)
+        with torch.cuda.graph(graph):
+            capturing.set()
+            number.add_(1)
+            while not load.is_submitted():
+                time.sleep(0.001)
+        load.synchronize()
+    graph.replay()
+    assert number.item() == 1
+    assert_loaded(device, *slots)
 
 
 # --------------------------------------------------------------------------------------- lifetime
@@ -377,6 +455,24 @@ def test_everything_dropped_after_load_lives_until_it_is_done(slots, slow_layers
     del noise
 
 
+@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+def test_everything_but_the_load_dropped_lives_until_a_worker_is_done(
+    slots, slow_layers, index_device
+):
+    host = [[numbers(2 * i + b).pin_memory() for b in (0, 1)] for i in range(L)]
+    device = poisoned()
+    indices = [index.to(index_device) for index in slots]
+    torch.cuda.synchronize()
+    loader = LayerwiseLoader(host, device, submit="thread")
+    load = loader.load(*indices)
+    del host, indices, loader
+    gc.collect()
+    noise = [torch.full((SLOTS, H, D), 99, dtype=torch.int32).pin_memory() for _ in range(2 * L)]
+    load.synchronize()
+    assert_loaded(device, *slots)
+    del noise
+
+
 def test_device_layers_dropped_after_load_are_not_given_to_others_before_it_is_done(
     pool, slots, slow_layers
 ):
@@ -404,9 +500,10 @@ def test_a_pool_closed_while_a_load_is_queued_waits_for_it(pool, slots, gpu_slot
             loader.load(*gpu_slots)
 
 
-def test_close_waits_for_the_loads_in_flight(pool, slots, slow_layers):
+@SUBMIT
+def test_close_waits_for_the_loads_in_flight(pool, slots, slow_layers, submit):
     device = poisoned()
-    loader = LayerwiseLoader(pool.layers(), device)
+    loader = LayerwiseLoader(pool.layers(), device, submit=submit)
     load = loader.load(*slots)
     loader.close()
     loader.close()
@@ -430,11 +527,12 @@ def test_loads_that_are_done_are_let_go(pool, slots):
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("made_in", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
-def test_a_load_works_in_and_across_grad_modes(pool, slots, mode, made_in, index_device):
+@SUBMIT
+def test_a_load_works_in_and_across_grad_modes(pool, slots, mode, made_in, index_device, submit):
     with made_in():
         device = poisoned()
         indices = [index.to(index_device) for index in slots]
-    with mode(), LayerwiseLoader(pool.layers(), device) as loader:
+    with mode(), LayerwiseLoader(pool.layers(), device, submit=submit) as loader:
         load = loader.load(*indices)
         for i in range(L):
             load.wait_layer(i)
@@ -447,7 +545,8 @@ def test_a_load_works_in_and_across_grad_modes(pool, slots, mode, made_in, index
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("index_device", ["cpu", "cuda"])
-def test_a_loader_works_while_another_device_is_current(slots, slow_layers, index_device):
+@SUBMIT
+def test_a_loader_works_while_another_device_is_current(slots, slow_layers, index_device, submit):
     sizes = {"num_pages": N, "page_size": P, "num_layers": L, "num_heads": H, "head_dim": D}
     loads = []
     for index in (1, 0):
@@ -458,7 +557,7 @@ def test_a_loader_works_while_another_device_is_current(slots, slow_layers, inde
         device = poisoned(place)
         torch.cuda.synchronize(index)
         with torch.cuda.device(1 - index):
-            loader = LayerwiseLoader(pool.layers(), device)
+            loader = LayerwiseLoader(pool.layers(), device, submit=submit)
             where = place if index_device == "cuda" else "cpu"
             load = loader.load(*(slot.to(where) for slot in slots))
             load.wait_layer(L - 1)
