@@ -51,11 +51,14 @@ struct IndexWords {
 };
 
 // Starts loading the entry at `position`, if `wanted`; else `words` stays.
-__device__ __forceinline__ void load_index_if(bool wanted, const Side& side, bool is_int64, uint32_t position,
-                                              IndexWords& words) {
-  const int64_t at = position * side.index_stride * (is_int64 ? 8 : 4);
-  load_words_if(wanted && is_int64, wanted && !is_int64, words.low, words.high,
-                static_cast<const char*>(side.indices) + at);
+template <bool kInt64>
+__device__ __forceinline__ void load_index_if(bool wanted, const Side& side, uint32_t position, IndexWords& words) {
+  const char* entry = static_cast<const char*>(side.indices) + position * side.index_stride * (kInt64 ? 8 : 4);
+  if constexpr (kInt64) {
+    load_words_if(wanted, words.low, words.high, entry);
+  } else {
+    load_word_if(wanted, words.low, entry);
+  }
 }
 
 // Whether `index` names an entry of the pool.

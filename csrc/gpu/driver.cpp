@@ -105,9 +105,14 @@ bool encode_box_map(const BoxShape& shape, const void* base, void* map) {
   const cuuint32_t box[] = {static_cast<cuuint32_t>(shape.piece_bytes / kElement),
                             static_cast<cuuint32_t>(shape.box[0]), static_cast<cuuint32_t>(shape.box[1]), 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
-  return encode_tiled()(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_INT64, 4, const_cast<void*>(base), dims,
-                        strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-                        CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const auto call = [&] {
+    return encode_tiled()(static_cast<CUtensorMap*>(map), CU_TENSOR_MAP_DATA_TYPE_INT64, 4, const_cast<void*>(base),
+                          dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                          CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = call();
+  if (result == CUDA_ERROR_INVALID_CONTEXT && bind_context()) result = call();
+  return result == CUDA_SUCCESS;
 }
 
 bool has_batch_copy() {

@@ -64,15 +64,21 @@ __device__ __forceinline__ void load_once_if(bool wanted, T& value, const void* 
   }
 }
 
-// Starts loading two words if `two`, one if `one`; words not loaded stay. For values that are used much later.
-__device__ __forceinline__ void load_words_if(bool two, bool one, uint32_t& low, uint32_t& high, const void* address) {
-  const int both = two;
-  const int single = one;
-  asm volatile(
-      "{\n .reg .pred p, q;\n setp.ne.b32 p, %3, 0;\n setp.ne.b32 q, %4, 0;\n @p ld.global.v2.u32 {%0, %1}, [%2];\n"
-      " @q ld.global.u32 %0, [%2];\n}"
-      : "+r"(low), "+r"(high)
-      : "l"(address), "r"(both), "r"(single));
+// Starts loading a word if `wanted`; else it stays. For values that are used much later. @warning two such loads into
+// one register, even under predicates that exclude each other, wait for one another.
+__device__ __forceinline__ void load_word_if(bool wanted, uint32_t& word, const void* address) {
+  const int predicate = wanted;
+  asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %2, 0;\n @p ld.global.u32 %0, [%1];\n}"
+               : "+r"(word)
+               : "l"(address), "r"(predicate));
+}
+
+// The same of two words that follow each other, at a multiple of 8.
+__device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32_t& high, const void* address) {
+  const int predicate = wanted;
+  asm volatile("{\n .reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p ld.global.v2.u32 {%0, %1}, [%2];\n}"
+               : "+r"(low), "+r"(high)
+               : "l"(address), "r"(predicate));
 }
 
 template <class T>

@@ -55,6 +55,7 @@ GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
   gpu.legacy_stream = is_legacy_stream(stream);
   gpu.has_batch_call = has_batch_copy();
   gpu.has_tensor_maps = has_tensor_maps();
+  gpu.has_bulk_code = has_bulk_code(gpu.compute_major);
   return gpu;
 }
 

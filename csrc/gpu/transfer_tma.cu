@@ -136,17 +136,23 @@ struct Indices {
   IndexWords src[kUnitsPerLane];
 };
 
-template <class P>
-__device__ __forceinline__ void fetch_indices(const P& p, const Chunk& chunk, uint32_t lane, Indices& indices) {
+template <bool kInt64, class P>
+__device__ __forceinline__ void fetch_entries(const P& p, const Chunk& chunk, uint32_t lane, Indices& indices) {
 #pragma unroll
   for (int j = 0; j < kUnitsPerLane; ++j) {
     if (j * 32 >= chunk.units) return;
     const uint32_t unit = j * 32 + lane;
     const bool wanted = unit < chunk.units;
     const uint32_t position = p.units_per_index.quotient(chunk.first_unit + unit);
-    load_index_if(wanted, p.dst, p.is_int64, position, indices.dst[j]);
-    load_index_if(wanted, p.src, p.is_int64, position, indices.src[j]);
+    load_index_if<kInt64>(wanted, p.dst, position, indices.dst[j]);
+    load_index_if<kInt64>(wanted, p.src, position, indices.src[j]);
   }
+}
+
+// One branch around all loads: each choosing its own width would wait for the one before.
+template <class P>
+__device__ __forceinline__ void fetch_indices(const P& p, const Chunk& chunk, uint32_t lane, Indices& indices) {
+  p.is_int64 ? fetch_entries<true>(p, chunk, lane, indices) : fetch_entries<false>(p, chunk, lane, indices);
 }
 
 // Addresses of a lane's units, null where there is no unit or its index is outside its pool; and what all lanes know of
@@ -179,6 +185,7 @@ __device__ __forceinline__ void locate(const P& p, const Chunk& chunk, const Ind
     if (j * 32 >= chunk.units) continue;
     const uint32_t number = j * 32 + lane;
     const bool is_unit = number < chunk.units;
+    int64_t src_slot = 0;
     int64_t slot_key = -2;  // counts pieces: consecutive units of consecutive slots differ by one
     if (is_unit) {
       const uint32_t unit = chunk.first_unit + number;
@@ -191,7 +198,7 @@ __device__ __forceinline__ void locate(const P& p, const Chunk& chunk, const Ind
         const uint32_t in_index = unit - position * p.units_per_index.divisor;
         const uint32_t token = p.pieces.quotient(in_index);
         const uint32_t piece = in_index - token * p.pieces.divisor;
-        const int64_t src_slot = src_index * p.slots_per_index + token;
+        src_slot = src_index * p.slots_per_index + token;
         out.dst[j] = p.dst_base[chunk.buffer] + offset_of(p.dst, dst_index * p.slots_per_index + token, piece);
         out.src[j] = p.src_base[chunk.buffer] + offset_of(p.src, src_slot, piece);
         slot_key = src_slot * p.pieces.divisor + piece;
@@ -222,9 +229,9 @@ __device__ __forceinline__ void locate(const P& p, const Chunk& chunk, const Ind
       if (is_unit && !is_first) box_follows = box_follows && slot_key == (lane == 0 ? slot_end : key_before) + 1;
       slot_end = __shfl_sync(kAllLanes, slot_key, 31);
       if (j == 0) {
-        const int64_t first_slot = __shfl_sync(kAllLanes, slot_key, 0) / static_cast<int64_t>(p.pieces.divisor);
-        out.box_page = p.src.flat ? 0 : p.src.page_slots.quotient(static_cast<uint32_t>(first_slot));
-        out.box_token = static_cast<uint32_t>(first_slot) - out.box_page * p.src.page_slots.divisor;
+        const uint32_t first_slot = __shfl_sync(kAllLanes, static_cast<uint32_t>(src_slot), 0);
+        out.box_page = p.src.flat ? 0 : p.src.page_slots.quotient(first_slot);
+        out.box_token = first_slot - out.box_page * p.src.page_slots.divisor;
       }
     }
   }
@@ -546,6 +553,13 @@ bool launch_range(const TransferRequest& request, const BufferGroup& group, cons
 }
 
 }  // namespace
+
+bool has_bulk_code(int compute_major) {
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch >= 900 && arch / 100 <= compute_major) return true;
+  }
+  return false;
+}
 
 TmaPolicy tma_policy(const char* op, int device) {
   TmaPolicy policy;

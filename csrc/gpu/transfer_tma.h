@@ -7,6 +7,10 @@
 
 namespace kvio::gpu {
 
+// Whether this build has code of the kernel's for GPUs of that compute capability. The driver compiles the PTX of an
+// older one too, but there the kernel is empty.
+bool has_bulk_code(int compute_major);
+
 // The built-in policy with this device's shared memory.
 TmaPolicy tma_policy(const char* op, int device);
 

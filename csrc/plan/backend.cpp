@@ -38,6 +38,10 @@ const char* why_not(Backend backend, const BackendFacts& facts) {
   switch (backend) {
     case Backend::kTma:
       if (facts.gpu.compute_major < 9) return "the GPU has no bulk copies; it needs compute capability 9.0 or later";
+      if (!facts.gpu.has_bulk_code) {
+        return "this build has no bulk copies for the GPU; it needs KVIO_CUDA_ARCHS to name 90 or later, up to the "
+               "GPU's";
+      }
       return facts.tma_refusal;
     case Backend::kCopyEngine:
       return facts.indices_on_cpu ? nullptr

@@ -23,6 +23,7 @@ struct GpuFacts {
   bool legacy_stream = false;    // it is the legacy default stream
   bool has_batch_call = false;   // the driver has the batched copy
   bool has_tensor_maps = false;  // the driver can encode tensor maps
+  bool has_bulk_code = true;     // this build has bulk copies for the GPU, if the GPU has any
 };
 
 // What the environment says about `auto`, read per call.

@@ -12,6 +12,7 @@ constexpr int64_t kBulkBytes = 16;  // alignment and granule of a bulk copy
 constexpr int64_t kBoxBytes = 128;  // alignment of a box in shared memory
 constexpr int64_t kBoxDim = 256;    // largest dim of a box, elements of 8 bytes or rows
 constexpr int64_t kMaxStride = int64_t{1} << 40;
+constexpr int64_t kMaxBoxSlots = int64_t{1} << 31;  // a coordinate is a signed number of 32 bits
 
 // Fewest equal parts of at most `most` bytes that `bytes` can be cut into, each a multiple of 16; 0 when there are none
 // of a useful length.
@@ -65,7 +66,7 @@ bool strides_fit_boxes(const PoolView& v) {
 int64_t box_tokens(const TmaPlan& plan, int64_t promised_tokens, const TmaPolicy& policy) {
   const PoolView& src = plan.src;
   const int64_t row = src.row_bytes();
-  if (src.packed() || promised_tokens < 2 || !strides_fit_boxes(src)) return 0;
+  if (src.packed() || promised_tokens < 2 || !strides_fit_boxes(src) || src.slots > kMaxBoxSlots) return 0;
   if (src.piece_bytes / 8 > kBoxDim || src.num_pieces > kBoxDim) return 0;
   const int64_t most =
       std::min({policy.max_chunk_bytes / row, policy.max_units_per_chunk / src.num_pieces, kBoxDim, promised_tokens});

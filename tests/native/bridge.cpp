@@ -474,7 +474,8 @@ void bind_facts(py::module_& m) {
       .def_readwrite("capturing", &GpuFacts::capturing)
       .def_readwrite("legacy_stream", &GpuFacts::legacy_stream)
       .def_readwrite("has_batch_call", &GpuFacts::has_batch_call)
-      .def_readwrite("has_tensor_maps", &GpuFacts::has_tensor_maps);
+      .def_readwrite("has_tensor_maps", &GpuFacts::has_tensor_maps)
+      .def_readwrite("has_bulk_code", &GpuFacts::has_bulk_code);
   py::class_<BackendFacts>(m, "BackendFacts")
       .def(py::init<>())
       .def_readwrite("any_gpu", &BackendFacts::any_gpu)

@@ -104,6 +104,13 @@ def test_tma_is_refused_before_bulk_copies(kvio, gpu_facts, compute_major):
     assert "backend is 'tma' but the GPU has no bulk copies; it needs compute capability 9" in text
 
 
+def test_tma_is_refused_by_a_build_for_older_gpus_only(kvio, gpu_facts):
+    """What the driver makes of an older GPU's code would run here, and move nothing."""
+    facts = gpu_facts(gpu={**H200, "has_bulk_code": False})
+    assert "backend is 'tma' but this build has no bulk copies" in refusal(kvio, "tma", facts)
+    assert kvio.choose_backend("auto", facts)[0] != "tma"
+
+
 def test_tma_is_refused_for_rows_that_it_cannot_move(kvio, gpu_facts):
     facts = gpu_facts(tma_refusal="rows are 100 bytes; it needs a multiple of 16")
     text = refusal(kvio, "tma", facts)

@@ -258,3 +258,10 @@ def test_a_full_launch_of_256_buffers_numbers_its_chunks_in_31_bits(kvio, giant)
     plan = kvio.make_tma_plan(request, group, range=most, with_boxes=True)
     assert 1 <= plan.units <= 1 << 30
     assert plan.chunks < 1 << 31
+
+
+@pytest.mark.parametrize(("slots", "tokens"), [(1 << 31, 64), ((1 << 31) + 64, 0), (1 << 40, 0)])
+def test_pools_with_more_slots_than_box_coordinates_have_no_boxes(kvio, slots, tokens):
+    request = giant_request(kvio, ((slots, 1, 64), (128, 64, 1), 64, "token"))
+    plan = kvio.make_tma_plan(request, request.groups[0], range=4096, with_boxes=True)
+    assert plan.box_tokens == tokens
