@@ -62,11 +62,16 @@ bool strides_fit_boxes(const PoolView& v) {
   return fits(v.token_stride) && fits(v.page_stride) && (v.num_pieces == 1 || fits(v.piece_stride));
 }
 
+// Rows of a page follow each other, cut into pieces or not: a run of them is one bulk copy.
+bool rows_touch(const PoolView& v) {
+  return v.token_stride == v.row_bytes() && (v.num_pieces == 1 || v.piece_stride == v.piece_bytes);
+}
+
 // Tokens of a box: the largest part of a promised run whose rows fit a chunk; 0 when boxes do not fit the source.
 int64_t box_tokens(const TmaPlan& plan, int64_t promised_tokens, const TmaPolicy& policy) {
   const PoolView& src = plan.src;
   const int64_t row = src.row_bytes();
-  if (src.packed() || promised_tokens < 2 || !strides_fit_boxes(src) || src.slots > kMaxBoxSlots) return 0;
+  if (rows_touch(src) || promised_tokens < 2 || !strides_fit_boxes(src) || src.slots > kMaxBoxSlots) return 0;
   if (src.piece_bytes / 8 > kBoxDim || src.num_pieces > kBoxDim) return 0;
   const int64_t most =
       std::min({policy.max_chunk_bytes / row, policy.max_units_per_chunk / src.num_pieces, kBoxDim, promised_tokens});

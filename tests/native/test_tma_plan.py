@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from native import tma_kernel
-from native.pools import transfers
+from native.pools import Buffer, layer_elements, transfers
 from native.register_kernel import bytes_moved
 from native.test_register_plan import (
     DIRECTIONS,
@@ -265,3 +265,28 @@ def test_pools_with_more_slots_than_box_coordinates_have_no_boxes(kvio, slots, t
     request = giant_request(kvio, ((slots, 1, 64), (128, 64, 1), 64, "token"))
     plan = kvio.make_tma_plan(request, request.groups[0], range=4096, with_boxes=True)
     assert plan.box_tokens == tokens
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_contiguous_rows_cut_into_heads_have_no_boxes(kvio, paged):
+    """Rows written to a page_head pool are in pieces on both sides, but read as one stretch."""
+    shape = {"pages": 4, "page_size": 16, "heads": 8, "dim": 128}
+    card = layer_elements("layer_first", layers=1, paged=paged, **shape)
+    host = layer_elements("page_head", layers=2, **shape)
+    case = make_case(
+        [Buffer(host[0], 1 << 20, 1)],
+        [Buffer(card[0], 1 << 30, 1)],
+        range(64),
+        direction=("cpu", "gpu"),
+        page_size=16,
+    )
+    plan, copies = plan_and_copies(kvio, case, with_boxes=True)
+    assert plan.dst.num_pieces == 8
+    assert plan.box_tokens == 0
+    assert set(copies) == {1}
+    assert np.array_equal(moved_bytes(kvio, case), wanted_bytes(case))
+    back = dataclasses.replace(case, dst=case.src, src=case.dst, dst_device="gpu", src_device="cpu")
+    plan, copies = plan_and_copies(kvio, back, with_boxes=True)
+    assert plan.box_tokens == 16
+    assert set(copies) == {1}
+    assert np.array_equal(moved_bytes(kvio, back), wanted_bytes(back))
