@@ -10,7 +10,7 @@ import torch
 
 import cases
 import sgl_kvio
-from reference import assert_same_bytes, moved, refused
+from reference import assert_same_bytes, moved, needs_bulk_copies, refused
 
 LONG = 400_000_000  # cycles, about 0.2 s
 DIRECTIONS = ("h2d", "d2h", "d2d")
@@ -70,7 +70,8 @@ def test_a_graph_outlives_the_tensor_lists_of_its_capture():
     del scratch
 
 
-def test_the_first_call_of_a_process_may_be_inside_a_capture():
+@pytest.mark.parametrize("backend", ["auto", pytest.param("tma", marks=needs_bulk_copies)])
+def test_the_first_call_of_a_process_may_be_inside_a_capture(backend):
     code = """
         import torch, sgl_kvio
         src = torch.arange(64.0).view(16, 4).pin_memory()
@@ -80,8 +81,8 @@ def test_the_first_call_of_a_process_may_be_inside_a_capture():
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            sgl_kvio.transfer(dst, src, at, frm, row_ndim=1)
-            sgl_kvio.transfer(back, dst, frm, at, row_ndim=1)
+            sgl_kvio.transfer(dst, src, at, frm, row_ndim=1, backend="BACKEND")
+            sgl_kvio.transfer(back, dst, frm, at, row_ndim=1, backend="BACKEND")
         graph.replay()
         torch.cuda.synchronize()
         want = torch.zeros(16, 4)
@@ -93,7 +94,10 @@ def test_the_first_call_of_a_process_may_be_inside_a_capture():
         sgl_kvio.check()
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", textwrap.dedent(code).replace("BACKEND", backend)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -73,14 +73,15 @@ def test_rows_named_on_the_gpu_come_back_and_go_out_exactly(host, rows, index_dt
     assert_same_bytes(host[slots], before, "host rows")
 
 
+@pytest.mark.parametrize("backend", ["register", TMA])
 @pytest.mark.parametrize("bad", [0, 31_337, MANY - 1])
-def test_a_bad_index_is_reported_at_its_place_in_the_callers_list(host, rows, bad):
+def test_a_bad_index_is_reported_at_its_place_in_the_callers_list(host, rows, bad, backend):
     slots, content = rows
     frm = slots.clone()
     frm[bad] = ROWS + 5
     at = torch.arange(MANY, device="cuda")
     card = torch.zeros(MANY, ROW_BYTES, dtype=torch.uint8, device="cuda")
-    sgl_kvio.transfer(card, host, at, frm.cuda(), row_ndim=1, backend="register")
+    sgl_kvio.transfer(card, host, at, frm.cuda(), row_ndim=1, backend=backend)
     with pytest.raises(RuntimeError, match=rf"src_indices\[{bad}\] was {ROWS + 5}"):
         sgl_kvio.check()
     want = content.clone()

@@ -201,6 +201,25 @@ def test_a_bad_index_skips_its_row_and_is_reported(pitch, side, bad):
     assert_same_bytes(card, want, "destination")
 
 
+@pytest.mark.parametrize("steps", [(1, 3), (2, 1), (5, 4)], ids=str)
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_index_lists_may_have_strides(index_dtype, steps):
+    slots, count = 3000, 2500
+    host = cases.contiguous_pool((slots, 256), torch.uint8, 0).pin_memory()
+    card = cases.contiguous_pool((slots, 256), torch.uint8, 1).cuda()
+    generator = torch.Generator().manual_seed(6)
+    at, frm = (torch.randperm(slots, generator=generator)[:count] for _ in range(2))
+    want = moved(card, host, at, frm)
+    lists = []
+    for values, step in zip((at, frm), steps, strict=True):
+        block = torch.full((count * step,), -1, dtype=index_dtype, device="cuda")
+        block[::step] = values.to("cuda", index_dtype)
+        lists.append(block[::step])
+    tma(card, host, *lists, row_ndim=1)
+    torch.cuda.synchronize()
+    assert_same_bytes(card, want, "destination")
+
+
 @pytest.mark.parametrize("pitch", [1024, 4096])
 def test_a_replayed_graph_reads_the_indices_of_that_time(pitch):
     slots, size = 256, 16
