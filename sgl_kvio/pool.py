@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NoReturn, SupportsIndex
 
@@ -166,6 +166,11 @@ class HostKVPool:
             self._released: list[torch.Tensor] = []
             self._in_use = torch.zeros(self.num_pages, dtype=torch.bool, device="cpu")
         self._num_free = self.num_pages
+        itemsize = self._dtype.itemsize
+        self._first_page = [
+            (part.tensor, part.start * itemsize, part.length * itemsize)
+            for part in self._layout.page_ranges(self._geometry, 0)
+        ]
 
     # --------------------------------------------------------------------------------------- facts
 
@@ -285,8 +290,8 @@ class HostKVPool:
         page = self._page_number("page_bytes", page)
         memories = self._open_memories()
         return tuple(
-            memories[part.tensor].bytes_view(start, nbytes)
-            for part, start, nbytes in self._byte_ranges(page)
+            memories[tensor].bytes_view(start, nbytes)
+            for tensor, start, nbytes in self._byte_ranges(page)
         )
 
     def page_ranges(self, page: int) -> tuple[tuple[int, int], ...]:
@@ -315,8 +320,8 @@ class HostKVPool:
                     "whose bytes nobody else writes"
                 )
             return tuple(
-                (memories[part.tensor].address + start, nbytes)
-                for part, start, nbytes in self._byte_ranges(page)
+                (memories[tensor].address + start, nbytes)
+                for tensor, start, nbytes in self._byte_ranges(page)
             )
 
     def _page_number(self, where: str, page: int) -> int:
@@ -326,11 +331,12 @@ class HostKVPool:
         self._check_open()
         return self._memories
 
-    def _byte_ranges(self, page: int) -> Iterator[tuple[layouts.PageRange, int, int]]:
-        """The contiguous pieces of a page, each with its first byte in its tensor and its bytes."""
-        itemsize = self._dtype.itemsize
-        for part in self._layout.page_ranges(self._geometry, page):
-            yield part, part.start * itemsize, part.length * itemsize
+    def _byte_ranges(self, page: int) -> list[tuple[int, int, int]]:
+        """The contiguous pieces of a page: tensor, first byte in it, bytes."""
+        # In every layout the same piece of the next page follows at once.
+        return [
+            (tensor, start + page * nbytes, nbytes) for tensor, start, nbytes in self._first_page
+        ]
 
     # ------------------------------------------------------------------------------------- staging
 
