@@ -105,9 +105,9 @@ class FilePageStore:
     Args:
         folder: made if it is missing, readable for its owner alone; nothing else should be in it.
         direct: past the page cache (O_DIRECT), which leaves the cache to others and is slower.
-            Every range then has to begin at a multiple of 4096 bytes and be one long: whole
-            pages of a page-first pool whose page of one buffer is such a multiple. Other ranges
-            raise ValueError, for they would never be stored.
+            Every range then has to begin at a multiple of 4096 bytes and be one long, as all
+            ranges of a pool are whose ``page_ranges`` have such lengths. Others raise ValueError,
+            for they would never be stored.
 
     A put overwrites. A page is written to a temporary name and renamed, so that any number of
     threads and processes, on one machine or on a shared file system, may use a folder at once and
@@ -217,21 +217,21 @@ class FilePageStore:
         if self._closed:
             return False
         try:
-            fd = os.open(self._path(key), os.O_RDONLY | self._flags())
+            self._read(self._path(key), ranges)
         except FileNotFoundError:
             return False
         except OSError as error:
             self._last_error = error
             return False
+        return True
+
+    def _read(self, path: str, ranges: PageRanges) -> None:
+        fd = os.open(path, os.O_RDONLY | self._flags())
         try:
             _check_length(fd, ranges)
             _move_all(os.preadv, fd, ranges)
-        except OSError as error:
-            self._last_error = error
-            return False
         finally:
             os.close(fd)
-        return True
 
     def _unlink(self, path: str) -> None:
         with contextlib.suppress(OSError):

@@ -354,8 +354,8 @@ class HostKVPool:
         Cost: the first call for a size takes that much device memory from torch's allocator and
         waits once for the caller's current stream, because the memory may come from work that is
         queued there. Later calls return the same tensor. Each size is memory of its own until
-        ``close()``. More than two pages let relayout and copy overlap; beyond 64 MiB nothing is
-        gained that is known of.
+        ``close()``. Two halves of a buffer take turns, so relayout and copy overlap from two pages
+        on.
 
         Stream contract: every call that uses the buffer writes to it, so such calls need an order
         among them: one stream, events, or buffers of different sizes. ``close()`` waits for the

@@ -482,6 +482,26 @@ def test_a_refused_write_is_false_and_leaves_no_file_behind(tmp_path, monkeypatc
         assert (tmp_path / "old.page").read_bytes() == before
 
 
+@pytest.mark.parametrize("failing", ["open", "fstat", "preadv", "close"])
+def test_a_read_that_the_system_refuses_is_a_miss(tmp_path, monkeypatch, failing):
+    store = FilePageStore(tmp_path)
+    real = getattr(os, failing)
+
+    def fail(*arguments):
+        if failing == "close":
+            real(*arguments)
+        raise OSError(errno.EIO, "Input/output error")
+
+    with make() as pool:
+        page = pool.alloc(1)
+        save_pages(store, pool, page, ["a"])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, failing, fail)
+            assert load_pages(store, pool, page, ["a"]) == [False]
+        assert store.last_error.errno == errno.EIO
+        assert load_pages(store, pool, page, ["a"]) == [True]
+
+
 def test_an_interrupt_during_a_write_leaves_no_file_behind(tmp_path, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt
