@@ -20,12 +20,15 @@ from sgl_kvio.ops import (
     take_fault,
     transfer,
 )
+from sgl_kvio.page_store import FilePageStore, PageStore, load_pages, save_pages
 from sgl_kvio.pool import HostKVPool
 
 __all__ = [
+    "FilePageStore",
     "HostKVPool",
     "LayerwiseLoad",
     "LayerwiseLoader",
+    "PageStore",
     "__version__",
     "capabilities",
     "check",
@@ -34,7 +37,9 @@ __all__ = [
     "get_rates",
     "host_register",
     "host_unregister",
+    "load_pages",
     "memcpy_batch",
+    "save_pages",
     "set_rates",
     "take_fault",
     "transfer",

@@ -359,6 +359,11 @@ class HostMemory:
         """Whether the bytes are page-locked now."""
         return self._release is not None and self._release.alive
 
+    @property
+    def address(self) -> int:
+        """The host address of the first byte. Raises ValueError after ``close()``."""
+        return self.tensor.data_ptr()
+
     def bytes_view(self, start: int, length: int) -> memoryview:
         """``length`` bytes from ``start`` on, writable. Raises ValueError after ``close()``."""
         if self._mapping is None:

@@ -20,6 +20,10 @@ from sgl_kvio.memory import (
     registration_chunk,
 )
 
+# Pages of a staging tensor start at multiples of this: more than any vector access needs.
+STAGING_PAGE_ALIGNMENT = 256
+DEFAULT_STAGING_BYTES = 64 << 20
+
 
 class HostKVPool:
     """A host pool of KV-cache pages: page-locked for a GPU, plain memory without one.
@@ -60,9 +64,9 @@ class HostKVPool:
     out, so that pages taken together mostly lie together (transfers merge such runs, and the GPU
     translates fewer host addresses). The allocator may be called from several threads.
 
-    Stream contract: ``alloc``, ``free`` and ``page_bytes`` order nothing. Free a page, or touch
-    its bytes, only after the transfers that use it are done. ``close()`` waits for the device
-    before it drops the registration.
+    Stream contract: ``alloc``, ``free``, ``page_bytes`` and ``page_ranges`` order nothing. Free a
+    page, or touch its bytes, only after the transfers that use it are done. ``close()`` waits for
+    the device before it drops the registration. ``staging`` has a contract of its own.
 
     Lifetime: tensors and memoryviews taken from a pool keep its memory, not its registration.
     After ``close()`` they are plain memory, which the system gets back with the last of them.
@@ -101,6 +105,8 @@ class HostKVPool:
     ) -> None:
         self._lock = threading.Lock()
         self._memories: list[HostMemory] = []
+        self._staging: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._staging_lock = threading.Lock()
         self._closed = False
         self._layout = layouts.find_layout(kind, layout)
         self._geometry = layouts.make_geometry(
@@ -113,7 +119,9 @@ class HostKVPool:
             v_head_dim=v_head_dim,
         )
         self._dtype = _checked_dtype(dtype)
-        self._device_index = _cuda_index(device)
+        self._device = (
+            _default_device() if device is None else _checked_device("HostKVPool", device)
+        )
         shapes = self._layout.tensor_shapes(self._geometry)
         self._tensor_nbytes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         check_fits(self.nbytes, memory_limits(memory_limit_bytes, reserve_bytes))
@@ -143,7 +151,7 @@ class HostKVPool:
     def _allocate(self, shapes: Sequence[tuple[int, ...]], chunks: Sequence[int]) -> None:
         for nbytes, chunk in zip(self._tensor_nbytes, chunks, strict=True):
             self._memories.append(
-                HostMemory(nbytes, device_index=self._device_index, chunk_bytes=chunk)
+                HostMemory(nbytes, device_index=self._device.index, chunk_bytes=chunk)
             )
         # Tensors made under inference_mode could not be written outside of it.
         with torch.inference_mode(False):
@@ -158,6 +166,11 @@ class HostKVPool:
             self._released: list[torch.Tensor] = []
             self._in_use = torch.zeros(self.num_pages, dtype=torch.bool, device="cpu")
         self._num_free = self.num_pages
+        itemsize = self._dtype.itemsize
+        self._first_page = [
+            (part.tensor, part.start * itemsize, part.length * itemsize)
+            for part in self._layout.page_ranges(self._geometry, 0)
+        ]
 
     # --------------------------------------------------------------------------------------- facts
 
@@ -179,9 +192,7 @@ class HostKVPool:
     @property
     def device(self) -> torch.device:
         """The device the pool is page-locked for; ``cpu`` for plain memory."""
-        if self._device_index is None:
-            return torch.device("cpu")
-        return torch.device("cuda", self._device_index)
+        return self._device
 
     @property
     def num_pages(self) -> int:
@@ -271,16 +282,106 @@ class HostKVPool:
         ``page_first``, ``page_first_direct``, ``page_head``: one range a buffer (K, V).
         ``layer_first``: one a layer and buffer, in the order of ``all_layers()``.
 
+        The page need not be allocated, since a memoryview keeps its memory: a snapshot may read
+        all pages. Whoever allocates the page meanwhile writes to the same bytes.
+
         Raises ValueError for a page that the pool does not have, and after ``close()``.
         """
-        self._check_open()
-        page = layouts.checked_int("HostKVPool.page_bytes: page", page, 0, self.num_pages - 1)
-        itemsize = self._dtype.itemsize
-        memories = self._memories
+        page = self._page_number("page_bytes", page)
+        memories = self._open_memories()
         return tuple(
-            memories[part.tensor].bytes_view(part.start * itemsize, part.length * itemsize)
-            for part in self._layout.page_ranges(self._geometry, page)
+            memories[tensor].bytes_view(start, nbytes)
+            for tensor, start, nbytes in self._byte_ranges(page)
         )
+
+    def page_ranges(self, page: int) -> tuple[tuple[int, int], ...]:
+        """The ranges of ``page_bytes`` as ``(address, nbytes)``, for storage engines.
+
+        As few as the layout allows and in the same order, see ``page_bytes``. The host addresses
+        stay what they are until the pool is closed, and belong to the caller from ``alloc`` to
+        ``free``. They keep nothing alive: no address may be used after ``free`` of its page, nor
+        after ``close()`` unless one of ``tensors`` is still held.
+
+        Raises ValueError for a page that the pool does not have or that is not allocated, and
+        after ``close()``.
+
+        Example::
+
+            (page,) = pool.alloc(1).tolist()
+            for address, nbytes in pool.page_ranges(page):
+                engine.register(address, nbytes)
+        """
+        page = self._page_number("page_ranges", page)
+        with self._lock:
+            memories = self._open_memories()
+            if not self._in_use[page]:
+                raise ValueError(
+                    f"HostKVPool.page_ranges: page got {page}; needs an allocated page, "
+                    "whose bytes nobody else writes"
+                )
+            return tuple(
+                (memories[tensor].address + start, nbytes)
+                for tensor, start, nbytes in self._byte_ranges(page)
+            )
+
+    def _page_number(self, where: str, page: int) -> int:
+        return layouts.checked_int(f"HostKVPool.{where}: page", page, 0, self.num_pages - 1)
+
+    def _open_memories(self) -> list[HostMemory]:
+        self._check_open()
+        return self._memories
+
+    def _byte_ranges(self, page: int) -> list[tuple[int, int, int]]:
+        """The contiguous pieces of a page: tensor, first byte in it, bytes."""
+        # In every layout the same piece of the next page follows at once.
+        return [
+            (tensor, start + page * nbytes, nbytes) for tensor, start, nbytes in self._first_page
+        ]
+
+    # ------------------------------------------------------------------------------------- staging
+
+    def staging(
+        self,
+        nbytes: int = DEFAULT_STAGING_BYTES,
+        device: torch.device | str | int | None = None,
+    ) -> torch.Tensor:
+        """A device buffer through which whole pages go, for ``transfer_staged``.
+
+        A contiguous 1-D uint8 tensor, of as many pages as ``nbytes`` hold and at least one; a page
+        takes ``page_nbytes``, rounded up to 256. One buffer serves all layers and both directions.
+        ``device`` None means the pool's device: the CPU for a pool of plain memory.
+
+        Cost: the first call for a size takes that much device memory from torch's allocator and
+        waits once for the caller's current stream, because the memory may come from work that is
+        queued there. Later calls return the same tensor. Each size is memory of its own until
+        ``close()``. Two halves of a buffer take turns, so relayout and copy overlap from two pages
+        on.
+
+        Stream contract: every call that uses the buffer writes to it, so such calls need an order
+        among them: one stream, events, or buffers of different sizes. ``close()`` waits for the
+        buffer's device before it lets go of it.
+
+        Raises ValueError for a bad argument and after ``close()``, RuntimeError where the buffer
+        would first be made inside a CUDA graph's capture (make it before), and torch's own error
+        when the device has not that much memory; nothing stays allocated then.
+
+        Example::
+
+            staging = pool.staging()
+            sgl_kvio.transfer_staged(pool.all_layers(), device_buffers, pages, device_pages,
+                                     staging, page_size=pool.page_size)
+        """
+        nbytes = layouts.checked_int("HostKVPool.staging: nbytes", nbytes, 0)
+        self._check_open()
+        place = self._device if device is None else _checked_device("HostKVPool.staging", device)
+        page_nbytes = -(-self.page_nbytes // STAGING_PAGE_ALIGNMENT) * STAGING_PAGE_ALIGNMENT
+        size = max(nbytes // page_nbytes, 1) * page_nbytes
+        # A lock of its own: alloc and free need not wait for the device.
+        with self._staging_lock:
+            self._check_open()
+            if (place, size) not in self._staging:
+                self._staging[place, size] = _staging_buffer(place, size)
+            return self._staging[place, size]
 
     # --------------------------------------------------------------------------------------- pages
 
@@ -401,13 +502,21 @@ class HostKVPool:
             self._tensors, self._layers = (), []
             memories, self._memories = self._memories, []
         error: BaseException | None = None
-        for memory in reversed(memories):
+        for release in [self._drop_staging, *(memory.close for memory in reversed(memories))]:
             try:
-                memory.close()
+                release()
             except Exception as failed:
                 error = error or failed
         if error is not None:
             raise error
+
+    def _drop_staging(self) -> None:
+        with self._staging_lock:
+            dropped, self._staging = self._staging, {}
+        # torch's allocator orders a reuse after the stream that the memory was taken on, and no
+        # other.
+        for index in sorted({device.index for device, _ in dropped if device.type == "cuda"}):
+            torch.cuda.synchronize(index)
 
     def __enter__(self) -> HostKVPool:
         self._check_open()
@@ -469,10 +578,15 @@ def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _cuda_index(device: torch.device | str | int | None) -> int | None:
-    """The CUDA device to lock pages for; None for plain memory."""
-    if device is None:
-        return torch.cuda.current_device() if torch.cuda.is_available() else None
+def _default_device() -> torch.device:
+    """The current CUDA device where there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _checked_device(where: str, device: torch.device | str | int) -> torch.device:
+    """``cpu``, or a CUDA device of this process with its index; ValueError for any other."""
     needed = "needs a CUDA device or 'cpu'"
     # Not through torch.device, which keeps 8 bits of a number: 256 would be GPU 0.
     index = layouts.as_int(device)
@@ -480,19 +594,34 @@ def _cuda_index(device: torch.device | str | int | None) -> int | None:
         try:
             wanted = torch.device(device)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"HostKVPool: device got {device!r}; {needed}") from error
+            raise ValueError(f"{where}: device got {device!r}; {needed}") from error
         if wanted.type == "cpu":
-            return None
+            return torch.device("cpu")
         if wanted.type != "cuda":
-            raise ValueError(f"HostKVPool: device got {device!r}; {needed}")
+            raise ValueError(f"{where}: device got {device!r}; {needed}")
         index = wanted.index
     count = torch.cuda.device_count()
     if index is None:
         index = torch.cuda.current_device() if count else 0
     if index < 0:
-        raise ValueError(f"HostKVPool: device got {device!r}; {needed}")
+        raise ValueError(f"{where}: device got {device!r}; {needed}")
     if index >= count:
-        raise ValueError(
-            f"HostKVPool: device got {device!r}; this process has {count} CUDA devices"
-        )
-    return index
+        raise ValueError(f"{where}: device got {device!r}; this process has {count} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def _staging_buffer(device: torch.device, nbytes: int) -> torch.Tensor:
+    """``nbytes`` of ``device``, which may be used on any stream."""
+    # Tensors made under inference_mode could not be written outside of it.
+    with torch.inference_mode(False):
+        if device.type == "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        with torch.cuda.device(device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"HostKVPool.staging: nbytes got {nbytes} while a CUDA graph is captured; "
+                    "needs a first call before the capture"
+                )
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            torch.cuda.current_stream().synchronize()
+            return buffer

@@ -172,6 +172,64 @@ def test_page_bytes_of_an_unknown_page_are_refused(page):
         pool.page_bytes(page)
 
 
+def test_page_bytes_of_a_page_that_nobody_holds_are_readable():
+    with make() as pool:
+        pool.layer(0)[0].fill_(1.0)
+        assert any(bytes(pool.page_bytes(0)[0]))
+        assert pool.num_free == N
+
+
+@COMBINATIONS
+def test_page_ranges_are_the_addresses_of_page_bytes(kind, layout):
+    with make(kind, layout) as pool:
+        for page in pool.alloc(N).tolist():
+            want = [
+                (torch.frombuffer(part, dtype=torch.uint8).data_ptr(), len(part))
+                for part in pool.page_bytes(page)
+            ]
+            ranges = pool.page_ranges(page)
+            assert list(ranges) == want
+            assert sum(nbytes for _, nbytes in ranges) == pool.page_nbytes
+            assert all(type(number) is int for pair in ranges for number in pair)
+
+
+@COMBINATIONS
+def test_page_ranges_of_all_pages_cover_the_pool_once(kind, layout):
+    with make(kind, layout) as pool:
+        ranges = sorted(r for page in pool.alloc(N).tolist() for r in pool.page_ranges(page))
+        assert all(a + n <= b for (a, n), (b, _) in zip(ranges, ranges[1:], strict=False))
+        for tensor in pool.tensors:
+            start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+            assert sum(n for address, n in ranges if start <= address < stop) == tensor.nbytes
+
+
+def test_page_ranges_stay_while_other_pages_come_and_go():
+    with make() as pool:
+        held, other = pool.alloc(2).tolist()
+        before = pool.page_ranges(held)
+        pool.free([other])
+        pool.alloc(3)
+        assert pool.page_ranges(held) == before
+
+
+def test_page_ranges_of_a_page_that_is_not_allocated_are_refused():
+    with make() as pool:
+        (page,) = pool.alloc(1).tolist()
+        pool.page_ranges(page)
+        for idle in (page + 1, N - 1):
+            with pytest.raises(ValueError, match=rf"page got {idle}; needs an allocated page"):
+                pool.page_ranges(idle)
+        pool.free([page])
+        with pytest.raises(ValueError, match="page_ranges: page got 0; needs an allocated page"):
+            pool.page_ranges(page)
+
+
+@pytest.mark.parametrize("page", [-1, N, 1.0, None, True, 2**70])
+def test_page_ranges_of_an_unknown_page_are_refused(page):
+    with make() as pool, pytest.raises(ValueError, match=r"page_ranges: page got .*; needs 0\.\.4"):
+        pool.page_ranges(page)
+
+
 @pytest.mark.parametrize("layer", [-1, L, 0.5, True, 2**70])
 def test_an_unknown_layer_is_refused(layer):
     with make() as pool, pytest.raises(ValueError, match=r"index got .*; needs 0\.\.2"):
@@ -396,6 +454,103 @@ def test_a_default_device_set_by_the_caller_does_not_move_the_pool():
     pool.close()
 
 
+# ---------------------------------------------------------------------------------------- staging
+
+
+@COMBINATIONS
+def test_staging_is_whole_pages_within_what_was_asked_for(kind, layout):
+    with make(kind, layout) as pool:
+        page = -(-pool.page_nbytes // 256) * 256
+        assert page > pool.page_nbytes
+        for nbytes, pages in [
+            (page, 1),
+            (2 * page - 1, 1),
+            (2 * page, 2),
+            (3 * page + 17, 3),
+            (64 * page, 64),
+        ]:
+            staging = pool.staging(nbytes)
+            assert (staging.numel(), staging.dtype) == (pages * page, torch.uint8)
+            assert (staging.device.type, staging.dim()) == ("cpu", 1)
+            assert staging.is_contiguous()
+
+
+def test_a_page_of_whole_256_bytes_is_not_rounded_up():
+    with make(head_dim=64) as pool:
+        assert pool.page_nbytes % 256 == 0
+        assert pool.staging(5 * pool.page_nbytes).numel() == 5 * pool.page_nbytes
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100])
+def test_staging_holds_a_page_even_where_less_was_asked_for(nbytes):
+    with make() as pool:
+        assert pool.page_nbytes > 100
+        assert pool.staging(nbytes).numel() == -(-pool.page_nbytes // 256) * 256
+
+
+def test_staging_is_64_mib_unless_asked_otherwise():
+    with make(head_dim=64) as pool:
+        size = pool.staging().numel()
+        assert (64 << 20) - pool.page_nbytes < size <= 64 << 20
+
+
+def test_the_same_size_of_staging_is_the_same_tensor():
+    with make() as pool:
+        page = -(-pool.page_nbytes // 256) * 256
+        first = pool.staging(2 * page)
+        assert pool.staging(2 * page) is first
+        assert pool.staging(2 * page + 5, device="cpu") is first
+        other = pool.staging(3 * page)
+        assert other.data_ptr() != first.data_ptr()
+        assert pool.staging(2 * page) is first
+        assert pool.staging(3 * page) is other
+
+
+def test_threads_asking_for_staging_at_once_get_the_same_tensor():
+    with make() as pool:
+        start, got = threading.Barrier(8), []
+
+        def ask():
+            start.wait()
+            got.append(pool.staging(1 << 20))
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(got) == 8
+        assert len({id(tensor) for tensor in got}) == 1
+
+
+def test_close_drops_the_staging():
+    pool = make()
+    staging = weakref.ref(pool.staging(1 << 20))
+    assert staging() is not None
+    pool.close()
+    assert staging() is None
+
+
+def test_staging_made_under_inference_mode_is_writable_outside_of_it():
+    with make() as pool:
+        with torch.inference_mode():
+            staging = pool.staging(1 << 20)
+        assert not staging.is_inference()
+        staging.fill_(3)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1.5, None, "64M", True])
+def test_a_staging_size_that_is_no_number_is_refused(nbytes):
+    with make() as pool, pytest.raises(ValueError, match="staging: nbytes got .*; needs an int"):
+        pool.staging(nbytes)
+
+
+@pytest.mark.parametrize("device", ["meta", "nowhere", True, -1, 99])
+def test_a_staging_device_that_cannot_be_is_refused(device):
+    with make() as pool, pytest.raises(ValueError, match=f"staging: device got {device!r}"):
+        pool.staging(device=device)
+
+
 # ------------------------------------------------------------------------------------ token slots
 
 
@@ -509,6 +664,8 @@ def calls_after_close(pool):
         pool.all_layers,
         lambda: pool.tensors,
         lambda: pool.page_bytes(0),
+        lambda: pool.page_ranges(0),
+        lambda: pool.staging(1),
         lambda: pool.alloc(1),
         lambda: pool.free([0]),
         lambda: pool.num_free,

@@ -168,6 +168,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 ORDER = [
     "__init__",
     "loader",
+    "page_store",
     "pool",
     "memory",
     "layouts",

@@ -132,6 +132,90 @@ def test_page_bytes_are_what_the_gpu_wrote():
         assert written == want
 
 
+# ---------------------------------------------------------------------------------------- staging
+
+
+def test_staging_lies_on_the_pools_device_and_is_shared():
+    with make() as pool:
+        page = -(-pool.page_nbytes // 256) * 256
+        staging = pool.staging(3 * page)
+        assert (staging.device, staging.numel()) == (pool.device, 3 * page)
+        assert staging.data_ptr() % 256 == 0
+        assert pool.staging(3 * page) is staging
+        assert pool.staging(3 * page, device="cpu").device.type == "cpu"
+
+
+def test_staging_may_be_used_at_once_on_a_stream_that_did_not_make_it():
+    """Its memory came from a tensor that a queued kernel still writes to."""
+    with make() as pool:
+        size = 100 * (-(-pool.page_nbytes // 256) * 256)
+        before, side = torch.zeros(size, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        before.fill_(1)
+        del before
+        staging = pool.staging(size)
+        with torch.cuda.stream(side):
+            staging.fill_(2)
+        torch.cuda.synchronize()
+        assert bool((staging == 2).all())
+
+
+def test_staging_first_asked_for_inside_a_capture_is_refused_and_an_old_one_is_not():
+    with make() as pool:
+        old = pool.staging(1)
+        graph, caught = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            assert pool.staging(1) is old
+            try:
+                pool.staging(1 << 22)
+            except RuntimeError as error:
+                caught.append(str(error))
+            old.fill_(7)
+        assert "while a CUDA graph is captured" in caught[0]
+        graph.replay()
+        torch.cuda.synchronize()
+        assert bool((old == 7).all())
+        assert pool.staging(1 << 22).numel() <= 1 << 22
+
+
+def test_close_waits_for_what_still_uses_the_staging():
+    pool = make()
+    staging, side = pool.staging(1), torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        staging.fill_(1)
+    pool.close()
+    assert side.query()
+
+
+# ----------------------------------------------------------------------------------- storage
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_head", "layer_first"])
+@pytest.mark.parametrize("direct", [False, True])
+def test_pages_written_back_stored_loaded_and_restored_are_the_same(tmp_path, layout, direct):
+    """Files take page-locked memory too, past the page cache or through it."""
+    with make(layout=layout, head_dim=64) as pool:
+        try:
+            store = sgl_kvio.FilePageStore(tmp_path, direct=direct)
+        except OSError as error:
+            pytest.skip(str(error))
+        device = [random_like(view, "cuda") for view in pool.all_layers()]
+        pages, at = pool.alloc(3), torch.tensor([4, 0, 7])
+        call = {"page_size": P, "index_unit": "page"}
+        sgl_kvio.transfer(pool.all_layers(), device, pages, at, **call)
+        torch.cuda.synchronize()
+        keys = ["a", "b", "c"]
+        assert sgl_kvio.save_pages(store, pool, pages, keys) == [True] * 3
+        others = pool.alloc(3)
+        assert sgl_kvio.load_pages(store, pool, others, keys) == [True] * 3
+        restored = [torch.zeros_like(buffer) for buffer in device]
+        sgl_kvio.transfer(restored, pool.all_layers(), at, others, **call)
+        slots = pool.token_indices(at).cuda()
+        for got, source in zip(restored, device, strict=True):
+            assert torch.equal(got[slots], source[slots])
+
+
 # --------------------------------------------------------------------------------------- lifetime
 
 
