@@ -12,6 +12,7 @@ from sgl_kvio.ops import (
     check,
     device_pointer,
     explain,
+    explain_staged,
     get_rates,
     host_register,
     host_unregister,
@@ -19,6 +20,7 @@ from sgl_kvio.ops import (
     set_rates,
     take_fault,
     transfer,
+    transfer_staged,
 )
 from sgl_kvio.pool import HostKVPool
 
@@ -31,6 +33,7 @@ __all__ = [
     "check",
     "device_pointer",
     "explain",
+    "explain_staged",
     "get_rates",
     "host_register",
     "host_unregister",
@@ -38,6 +41,7 @@ __all__ = [
     "set_rates",
     "take_fault",
     "transfer",
+    "transfer_staged",
 ]
 
 _rates.load()

@@ -1,6 +1,7 @@
 #include "plan/staged_plan.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <exception>
 #include <numeric>
 #include <sstream>
@@ -135,15 +136,19 @@ StagedLayout make_staged_layout(const char* op, const TransferRequest& request, 
 
 namespace {
 
-// Between CPU pools the host pool is the one whose pages are ranges of memory.
-bool find_host_side(const char* op, const TransferRequest& request) {
-  if (request.gpu_index >= 0) return request.dst_device == DeviceKind::kCpu;
+// Ranges that a page of one side consists of; none when they are not contiguous.
+size_t num_ranges(const TransferRequest& request, bool host_is_dst) {
   try {
-    make_staged_layout(op, request, true);
-    return true;
+    return make_staged_layout("", request, host_is_dst).blocks.size();
   } catch (const std::exception&) {
-    return false;
+    return SIZE_MAX;
   }
+}
+
+// Between CPU pools the host pool is the one whose pages lie together best.
+bool find_host_side(const TransferRequest& request) {
+  if (request.gpu_index >= 0) return request.dst_device == DeviceKind::kCpu;
+  return num_ranges(request, true) <= num_ranges(request, false);
 }
 
 }  // namespace
@@ -186,7 +191,7 @@ StagedHalves halves_of(int64_t staging_bytes, const StagedLayout& layout) {
 
 StagedPlan make_staged_plan(const char* op, const StagedRequest& request) {
   StagedPlan plan;
-  plan.host_is_dst = find_host_side(op, request.transfer);
+  plan.host_is_dst = find_host_side(request.transfer);
   plan.layout = make_staged_layout(op, request.transfer, plan.host_is_dst);
   plan.halves = halves_of(request.staging_bytes, plan.layout);
   if (plan.halves.pages == 0 && plan.layout.page_bytes > 0) {
