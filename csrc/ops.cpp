@@ -12,11 +12,13 @@
 #include "plan/backend.h"
 #include "plan/rates.h"
 #include "plan/runs.h"
+#include "plan/staged_plan.h"
 #include "request/request.h"
 #include "request/torch_tensor_view.h"
 #ifdef KVIO_WITH_GPU
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
+#include "gpu/staged.h"
 #include "gpu/transfer.h"
 #endif
 
@@ -66,6 +68,45 @@ void transfer_cpu(StableIValue* stack, uint64_t, uint64_t) {
   if (!call.request.empty()) cpu::transfer(call.request);
 }
 
+// The arguments of transfer_staged and explain_staged in schema order.
+class StagedCall {
+ public:
+  StagedCall(const char* op, StableIValue* stack)
+      : dst_(stack[0]), src_(stack[1]), dst_indices_(stack[2]), src_indices_(stack[3]), staging_(stack[4]) {
+    TransferOptions options;
+    options.page_size = torch::stable::detail::to<int64_t>(stack[5]);
+    options.row_ndim = torch::stable::detail::to<int64_t>(stack[6]);
+    options.index_unit = boxed_string(stack[7]);
+    options.num_blocks = torch::stable::detail::to<int64_t>(stack[8]);
+    request = make_staged_request(op, dst_.views(), src_.views(), dst_indices_.view(), src_indices_.view(),
+                                  staging_.view(), options, dtype_name);
+    check_cpu_indices(op, request.transfer, debug_checks());
+  }
+
+  StagedRequest request;
+
+ private:
+  BoxedTensorList dst_;
+  BoxedTensorList src_;
+  BoxedTensor dst_indices_;
+  BoxedTensor src_indices_;
+  BoxedTensor staging_;
+};
+
+// Without a GPU there is nothing to stage: the same checks, then rows go straight.
+void transfer_staged_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const StagedCall call("transfer_staged", stack);
+  make_staged_plan("transfer_staged", call.request);
+  if (!call.request.transfer.empty()) cpu::transfer(call.request.transfer);
+}
+
+void explain_staged_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  const StagedCall call("explain_staged", stack);
+  const StagedPlan plan = make_staged_plan("explain_staged", call.request);
+  stack[0] =
+      torch::stable::detail::from(describe(plan, call.request) + "copies: by memcpy, every tensor is on the CPU\n");
+}
+
 void memcpy_batch_cpu(Tensors dst, Tensors src, std::vector<int64_t> dst_offsets, std::vector<int64_t> src_offsets,
                       std::vector<int64_t> nbytes) {
   cpu::memcpy_batch(make_memcpy_batch_request(views_of(dst), views_of(src), dst_offsets, src_offsets, nbytes));
@@ -112,6 +153,16 @@ void memcpy_batch_gpu(Tensors dst, Tensors src, std::vector<int64_t> dst_offsets
 void explain_gpu(StableIValue* stack, uint64_t, uint64_t) {
   const TransferCall call("explain", stack);
   stack[0] = torch::stable::detail::from(gpu::explain(call.request) + describe(call.request));
+}
+
+void transfer_staged_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  StagedCall call("transfer_staged", stack);
+  gpu::transfer_staged(&call.request);
+}
+
+void explain_staged_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  const StagedCall call("explain_staged", stack);
+  stack[0] = torch::stable::detail::from(gpu::explain_staged(call.request));
 }
 
 TensorView cpu_view_of(const char* op, const Tensor& tensor) {
@@ -188,6 +239,12 @@ STABLE_TORCH_LIBRARY(kvio, m) {
       "transfer(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int row_ndim=2, "
       "int page_size=1, str index_unit=\"token\", str backend=\"auto\", int num_blocks=0, "
       "str prefer=\"throughput\") -> ()");
+  m.def(
+      "transfer_staged(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, Tensor(b!) staging, *, "
+      "int page_size, int row_ndim=2, str index_unit=\"token\", int num_blocks=0) -> ()");
+  m.def(
+      "explain_staged(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, Tensor staging, *, "
+      "int page_size, int row_ndim=2, str index_unit=\"token\", int num_blocks=0) -> str");
   m.def("memcpy_batch(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, int[] nbytes) -> ()");
   m.def("host_register(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()");
   m.def("host_unregister(Tensor(a!) tensor, int device_index=-1) -> ()");
@@ -206,6 +263,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CPU, m) {
   m.impl("transfer", &kvio::transfer_cpu);
   m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_cpu));
   m.impl("explain", &kvio::explain_cpu);
+  m.impl("transfer_staged", &kvio::transfer_staged_cpu);
+  m.impl("explain_staged", &kvio::explain_staged_cpu);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
@@ -216,6 +275,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
   m.impl("transfer", &kvio::transfer_gpu);
   m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_gpu));
   m.impl("explain", &kvio::explain_gpu);
+  m.impl("transfer_staged", &kvio::transfer_staged_gpu);
+  m.impl("explain_staged", &kvio::explain_staged_gpu);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));

@@ -12,6 +12,7 @@ from sgl_kvio.ops import (
     check,
     device_pointer,
     explain,
+    explain_staged,
     get_rates,
     host_register,
     host_unregister,
@@ -19,6 +20,7 @@ from sgl_kvio.ops import (
     set_rates,
     take_fault,
     transfer,
+    transfer_staged,
 )
 from sgl_kvio.page_store import FilePageStore, PageStore, load_pages, save_pages
 from sgl_kvio.pool import HostKVPool
@@ -34,6 +36,7 @@ __all__ = [
     "check",
     "device_pointer",
     "explain",
+    "explain_staged",
     "get_rates",
     "host_register",
     "host_unregister",
@@ -43,6 +46,7 @@ __all__ = [
     "set_rates",
     "take_fault",
     "transfer",
+    "transfer_staged",
 ]
 
 _rates.load()

@@ -118,6 +118,94 @@ def transfer(
     _kvio.transfer(_as_list(dst), _as_list(src), dst_indices, src_indices, **options)
 
 
+def transfer_staged(
+    dst: torch.Tensor | Sequence[torch.Tensor],
+    src: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    staging: torch.Tensor,
+    *,
+    page_size: int,
+    row_ndim: int = 2,
+    index_unit: str = "token",
+    num_blocks: int = 0,
+) -> None:
+    """Copy whole pages between a host pool and a device pool through a device buffer.
+
+    The same rows as :func:`transfer` moves, for host pools in which a page's bytes lie together
+    (``page_first``, ``page_first_direct``, ``page_head``; all layers of a page in one call).
+    Write-back gathers pages into ``staging`` by a kernel and copies each to the host in one piece,
+    restore the other way round. The two halves of ``staging`` take turns, so that copying and
+    relayout overlap.
+
+    Args:
+        dst, src, row_ndim, index_unit: as in :func:`transfer`. One of the pools is on the host and
+            the other one on a GPU, or everything is on the CPU.
+        dst_indices, src_indices: 1-D int32 or int64 of equal dtype and length. The host pool's list
+            is on the CPU; the device pool's list may be on the CPU or on its GPU.
+        staging: contiguous, any dtype, on the device pool's GPU; its content is lost. At least one
+            page of all buffers (each contiguous range of it rounded up to 256 bytes); two halves of
+            several pages each are faster. ``HostKVPool.staging`` makes one. Calls on different
+            streams need staging buffers of their own.
+        page_size: token slots of a host page.
+        num_blocks: most CTAs of the relayout kernel; 0 takes every SM for a short time, which
+            disturbs what runs beside it least.
+
+    Positions that make no whole host page (tokens that are not consecutive, a page that begins in
+    the middle, a short last page) are moved row by row by the ``register`` kernel in the same call.
+
+    Stream contract: as :func:`transfer`. Copies run on a stream of the library's own, forked from
+    the caller's current stream and joined to it by events; the host never waits. While the stream
+    is being captured every page is a copy node, and the host pool's index values stay in the graph.
+
+    A GPU index outside its pool is reported as for :func:`transfer`. In a write-back the host row
+    that it was for gets undefined bytes, because its page is copied whole; nothing outside the page
+    is written.
+
+    Raises:
+        RuntimeError: as :func:`transfer`; host rows that do not fill their pages; a staging buffer
+            smaller than one page; the host pool's index list on a GPU.
+    """
+    _kvio.transfer_staged(
+        _as_list(dst),
+        _as_list(src),
+        dst_indices,
+        src_indices,
+        staging,
+        page_size=page_size,
+        row_ndim=row_ndim,
+        index_unit=index_unit,
+        num_blocks=num_blocks,
+    )
+
+
+def explain_staged(
+    dst: torch.Tensor | Sequence[torch.Tensor],
+    src: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    staging: torch.Tensor,
+    *,
+    page_size: int,
+    row_ndim: int = 2,
+    index_unit: str = "token",
+    num_blocks: int = 0,
+) -> str:
+    """What :func:`transfer_staged` would do: pages, rest, staging, copies. Moves nothing."""
+    text = _kvio.explain_staged(
+        _as_list(dst),
+        _as_list(src),
+        dst_indices,
+        src_indices,
+        staging,
+        page_size=page_size,
+        row_ndim=row_ndim,
+        index_unit=index_unit,
+        num_blocks=num_blocks,
+    )
+    return str(text)
+
+
 def memcpy_batch(
     dst: torch.Tensor | Sequence[torch.Tensor],
     src: torch.Tensor | Sequence[torch.Tensor],
@@ -178,7 +266,8 @@ def device_pointer(tensor: torch.Tensor, device_index: int = -1) -> int:
 def take_fault(device_index: int = -1) -> list[int]:
     """The recorded index fault of a device: ``[op, position, value, limit]``, or ``[]``; clears it.
 
-    ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``. Only kernels that
+    ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``, 3 and 4 for those of
+    ``transfer_staged``. Only kernels that
     have finished are seen; synchronize first, or use :func:`check`.
     """
     return list(_kvio.take_fault(device_index))
@@ -203,9 +292,10 @@ def check(device: torch.device | int | str | None = None) -> None:
     if not fault:
         return
     op, position, value, limit = fault
-    argument = "dst_indices" if op == 1 else "src_indices"
+    argument = "dst_indices" if op % 2 == 1 else "src_indices"
+    name = "transfer" if op < 3 else "transfer_staged"
     raise RuntimeError(
-        f"kvio::transfer: on cuda:{index} {argument}[{position}] was {value};"
+        f"kvio::{name}: on cuda:{index} {argument}[{position}] was {value};"
         f" it needs 0 to {limit - 1}."
         " That row was not moved; the others were"
     )
@@ -309,6 +399,36 @@ def _fake_transfer(
     _refuse_mixed_meta("transfer", [*dst, *src, dst_indices, src_indices])
 
 
+def _fake_transfer_staged(
+    dst: Sequence[torch.Tensor],
+    src: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    staging: torch.Tensor,
+    *,
+    page_size: int,
+    row_ndim: int = 2,
+    index_unit: str = "token",
+    num_blocks: int = 0,
+) -> None:
+    _refuse_mixed_meta("transfer_staged", [*dst, *src, dst_indices, src_indices, staging])
+
+
+def _fake_explain_staged(
+    dst: Sequence[torch.Tensor],
+    src: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    staging: torch.Tensor,
+    *,
+    page_size: int,
+    row_ndim: int = 2,
+    index_unit: str = "token",
+    num_blocks: int = 0,
+) -> str:
+    return "pages: unknown while tracing\n"
+
+
 def _fake_memcpy_batch(
     dst: Sequence[torch.Tensor],
     src: Sequence[torch.Tensor],
@@ -374,6 +494,8 @@ def _fake_build_info() -> str:
 
 _FAKES: dict[str, Callable[..., Any]] = {
     "transfer": _fake_transfer,
+    "transfer_staged": _fake_transfer_staged,
+    "explain_staged": _fake_explain_staged,
     "memcpy_batch": _fake_memcpy_batch,
     "host_register": _fake_host_register,
     "host_unregister": _fake_host_unregister,

@@ -20,7 +20,7 @@ from sgl_kvio.memory import (
     registration_chunk,
 )
 
-# Pages of a staging tensor start at multiples of this: more than any vector access needs.
+# A page's ranges start at multiples of this in a staging tensor, as csrc/plan/staged_plan.h says.
 STAGING_PAGE_ALIGNMENT = 256
 DEFAULT_STAGING_BYTES = 64 << 20
 
@@ -348,7 +348,8 @@ class HostKVPool:
         """A device buffer through which whole pages go, for ``transfer_staged``.
 
         A contiguous 1-D uint8 tensor, of as many pages as ``nbytes`` hold and at least one; a page
-        takes ``page_nbytes``, rounded up to 256. One buffer serves all layers and both directions.
+        takes the bytes of its ranges (see ``page_ranges``), each rounded up to 256. One buffer
+        serves all layers and both directions.
         ``device`` None means the pool's device: the CPU for a pool of plain memory.
 
         Cost: the first call for a size takes that much device memory from torch's allocator and
@@ -369,12 +370,13 @@ class HostKVPool:
 
             staging = pool.staging()
             sgl_kvio.transfer_staged(pool.all_layers(), device_buffers, pages, device_pages,
-                                     staging, page_size=pool.page_size)
+                                     staging, page_size=pool.page_size, index_unit="page")
         """
         nbytes = layouts.checked_int("HostKVPool.staging: nbytes", nbytes, 0)
         self._check_open()
         place = self._device if device is None else _checked_device("HostKVPool.staging", device)
-        page_nbytes = -(-self.page_nbytes // STAGING_PAGE_ALIGNMENT) * STAGING_PAGE_ALIGNMENT
+        unit = STAGING_PAGE_ALIGNMENT
+        page_nbytes = sum(-(-range_nbytes // unit) * unit for _, _, range_nbytes in self._first_page)
         size = max(nbytes // page_nbytes, 1) * page_nbytes
         # A lock of its own: alloc and free need not wait for the device.
         with self._staging_lock:

@@ -12,9 +12,14 @@ TRANSFER_OPTIONS = (
     'int row_ndim=2, int page_size=1, str index_unit="token", str backend="auto", '
     'int num_blocks=0, str prefer="throughput"'
 )
+STAGED_OPTIONS = 'int page_size, int row_ndim=2, str index_unit="token", int num_blocks=0'
 SCHEMAS = {
     "transfer": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
     f"{TRANSFER_OPTIONS}) -> ()",
+    "transfer_staged": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, "
+    f"Tensor(b!) staging, *, {STAGED_OPTIONS}) -> ()",
+    "explain_staged": "(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, "
+    f"Tensor staging, *, {STAGED_OPTIONS}) -> str",
     "memcpy_batch": "(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, "
     "int[] nbytes) -> ()",
     "host_register": "(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()",
@@ -29,6 +34,7 @@ SCHEMAS = {
 }
 MUTATED = {
     "transfer": ["dst"],
+    "transfer_staged": ["dst", "staging"],
     "memcpy_batch": ["dst"],
     "host_register": ["tensor"],
     "host_unregister": ["tensor"],

@@ -70,7 +70,7 @@ __device__ __forceinline__ bool is_inside(const Side& side, int64_t index) {
 template <class P>
 __device__ __forceinline__ int64_t caller_position(const P& p, uint32_t position) {
   const int64_t at = p.first_position + position;
-  return p.caller_positions != nullptr ? p.caller_positions[at] : at;
+  return p.position_base + (p.caller_positions != nullptr ? p.caller_positions[at] : at);
 }
 
 // Byte offset of slot, piece in a pool.

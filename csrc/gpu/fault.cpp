@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "error.h"
+#include "request/request.h"
 
 namespace kvio::gpu {
 namespace {
@@ -54,9 +55,11 @@ bool take_fault(int device, Fault* out) {
 void raise_pending_fault(const char* op, int device) {
   Fault fault;
   if (!take_fault(device, &fault)) return;
-  const char* argument = fault.op == kFaultTransferDst ? "dst_indices" : "src_indices";
-  fail(op, "an earlier kvio::transfer on cuda:", device, " met ", argument, "[", fault.position, "] = ", fault.value,
-       "; it needs 0 to ", fault.limit - 1, ". That row was not moved; the others were");
+  const bool staged = fault.op >= static_cast<int64_t>(FaultOp::kTransferStaged);
+  const char* argument = fault.op % 2 == 1 ? "dst_indices" : "src_indices";
+  fail(op, "an earlier kvio::", staged ? "transfer_staged" : "transfer", " on cuda:", device, " met ", argument, "[",
+       fault.position, "] = ", fault.value, "; it needs 0 to ", fault.limit - 1,
+       ". That row was not moved; the others were");
 }
 
 }  // namespace kvio::gpu

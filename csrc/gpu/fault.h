@@ -8,13 +8,11 @@
 
 namespace kvio::gpu {
 
-enum FaultOp : int64_t { kFaultTransferDst = 1, kFaultTransferSrc = 2 };
-
 // Lives in page-locked host memory, one a device; the kernel writes it, the host reads it without a sync.
 struct FaultRecord {
   unsigned long long generation;  // host: counts records taken, so that only the first fault since then is kept
   unsigned long long recorded;    // kernel: generation of the record below, 0 for none
-  int64_t op;
+  int64_t op;                     // FaultOp, one more for src_indices
   int64_t position;
   int64_t value;
   int64_t limit;

@@ -94,39 +94,49 @@ void pack_as(const IndexList& list, int64_t count, char* out) {
   for (int64_t i = 0; i < count; ++i) packed[i] = values[i * list.stride];
 }
 
-void pack(const IndexList& list, int64_t count, char* out) {
+}  // namespace
+
+void pack_indices(const IndexList& list, int64_t count, char* out) {
   list.is_int64 ? pack_as<int64_t>(list, count, out) : pack_as<int32_t>(list, count, out);
 }
 
-}  // namespace
-
-torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, Stream stream) {
-  const bool wide = request->dst_indices.is_int64;
-  const int64_t list_bytes = request->num_indices * (wide ? 8 : 4);
-  const int64_t src_at = (list_bytes + 15) / 16 * 16;
-  const int64_t total = src_at + list_bytes;
-
+torch::stable::Tensor upload_bytes(const char* op, int device, int64_t nbytes, Stream stream, bool capturing,
+                                   const std::function<void(char*)>& fill) {
   // Allocating, here and inside torch, and asking an event are refused, and spoil the graph, while any thread captures
   // in global mode, unless this thread says that it knows better: nothing here touches what is being captured.
   const RelaxedCapture relaxed;
-  torch::stable::Tensor device = device_bytes(total, request->gpu_index);
-  std::unique_ptr<Block> block = take_block(op, request->gpu_index, static_cast<size_t>(total));
-  if (worth_ordering(*request)) {
-    order_by_host_slot(*request, block->data, block->data + src_at);
-  } else {
-    pack(request->dst_indices, request->num_indices, block->data);
-    pack(request->src_indices, request->num_indices, block->data + src_at);
-  }
-
-  char* on_device = static_cast<char*>(device.data_ptr());
+  torch::stable::Tensor memory = device_bytes(nbytes, device);
+  std::unique_ptr<Block> block = take_block(op, device, static_cast<size_t>(nbytes));
+  fill(block->data);
   const Error copied =
-      cudaMemcpyAsync(on_device, block->data, static_cast<size_t>(total), cudaMemcpyHostToDevice, stream);
+      cudaMemcpyAsync(memory.data_ptr(), block->data, static_cast<size_t>(nbytes), cudaMemcpyHostToDevice, stream);
   check(op, "copying indices to the GPU", copied);
+  if (capturing) {
+    (void)block.release();
+    return memory;
+  }
   // Without its event the block could be reused too early: it is given up.
   const Error recorded = cudaEventRecord(block->copied, stream);
   if (recorded != cudaSuccess) (void)block.release();
   check(op, "recording that indices were copied", recorded);
   give_back(std::move(block));
+  return memory;
+}
+
+torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, Stream stream) {
+  const bool wide = request->dst_indices.is_int64;
+  const int64_t list_bytes = request->num_indices * (wide ? 8 : 4);
+  const int64_t src_at = (list_bytes + 15) / 16 * 16;
+  torch::stable::Tensor device =
+      upload_bytes(op, request->gpu_index, src_at + list_bytes, stream, false, [&](char* out) {
+        if (worth_ordering(*request)) {
+          order_by_host_slot(*request, out, out + src_at);
+          return;
+        }
+        pack_indices(request->dst_indices, request->num_indices, out);
+        pack_indices(request->src_indices, request->num_indices, out + src_at);
+      });
+  const char* on_device = static_cast<const char*>(device.data_ptr());
   request->dst_indices = {on_device, 1, wide};
   request->src_indices = {on_device + src_at, 1, wide};
   return device;

@@ -7,6 +7,7 @@
 
 #include "error.h"
 #include "gpu/copy_engine.h"
+#include "gpu/device_facts.h"
 #include "gpu/driver.h"
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
@@ -21,43 +22,6 @@
 
 namespace kvio::gpu {
 namespace {
-
-// One attribute of every device, read once.
-class DeviceAttribute {
- public:
-  constexpr explicit DeviceAttribute(cudaDeviceAttr attribute) : attribute_(attribute) {}
-
-  int of(const char* op, int device) {
-    std::atomic<int>& known = values_[device];
-    int value = known.load(std::memory_order_relaxed);
-    if (value == 0) {
-      check(op, "reading an attribute of the device", cudaDeviceGetAttribute(&value, attribute_, device));
-      known.store(value, std::memory_order_relaxed);
-    }
-    return value;
-  }
-
- private:
-  cudaDeviceAttr attribute_;
-  std::atomic<int> values_[kMaxDevices] = {};
-};
-
-int sm_count(const char* op, int device) {
-  static DeviceAttribute count(cudaDevAttrMultiProcessorCount);
-  return count.of(op, device);
-}
-
-GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
-  static DeviceAttribute major(cudaDevAttrComputeCapabilityMajor);
-  GpuFacts gpu;
-  gpu.compute_major = major.of(op, device);
-  gpu.capturing = capturing;
-  gpu.legacy_stream = is_legacy_stream(stream);
-  gpu.has_batch_call = has_batch_copy();
-  gpu.has_tensor_maps = has_tensor_maps();
-  gpu.has_bulk_code = has_bulk_code(gpu.compute_major);
-  return gpu;
-}
 
 // Puts device-usable addresses in place of host ones; throws on a host tensor that is not page-locked.
 void translate_host_buffers(const char* op, TransferRequest* request) {

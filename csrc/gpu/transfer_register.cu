@@ -37,7 +37,9 @@ struct Params {
   FastDivide pieces;
   FastDivide inner_items;  // items are numbered outer * inner + inner
   FaultRecord* fault;
+  int64_t fault_op;
   const int32_t* caller_positions;  // see TransferRequest
+  int64_t position_base;            // of the request's lists in the caller's
   int64_t first_position;           // of this launch in the caller's index lists
   int64_t slots_per_index;
   uint32_t num_units;  // of one buffer
@@ -107,9 +109,9 @@ __device__ __forceinline__ Units locate(const P& p, const Item& item, const Unit
     units.dst = p.dst_base[item.buffer] + offset_of(p.dst, index.dst * p.slots_per_index + token, piece);
     units.src += offset_of(p.src, index.src * p.slots_per_index + token, piece);
   } else if (!dst_ok) {
-    record_fault(p.fault, kFaultTransferDst, caller_position(p, position), index.dst, p.dst.num_entries);
+    record_fault(p.fault, p.fault_op, caller_position(p, position), index.dst, p.dst.num_entries);
   } else {
-    record_fault(p.fault, kFaultTransferSrc, caller_position(p, position), index.src, p.src.num_entries);
+    record_fault(p.fault, p.fault_op + 1, caller_position(p, position), index.src, p.src.num_entries);
   }
   return units;
 }
@@ -278,7 +280,9 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
   p.skew_by_dst = plan.skew_by_dst;
   p.stretch_loads = static_cast<uint32_t>(plan.stretch_loads);
   p.fault = fault;
+  p.fault_op = static_cast<int64_t>(request.fault_op);
   p.caller_positions = request.caller_positions;
+  p.position_base = request.first_position;
   p.first_position = first;
   p.slots_per_index = plan.slots_per_index;
   p.num_units = static_cast<uint32_t>(plan.units);

@@ -59,7 +59,9 @@ struct Params {
   FastDivide inner_chunks;       // chunks are numbered outer * inner + inner
   FastDivide packages_per_unit;  // 16 bytes each
   FaultRecord* fault;
+  int64_t fault_op;
   const int32_t* caller_positions;  // see TransferRequest
+  int64_t position_base;            // of the request's lists in the caller's
   int64_t first_position;           // of this launch in the caller's index lists
   int64_t slots_per_index;
   uint32_t num_units;  // of one buffer
@@ -203,9 +205,9 @@ __device__ __forceinline__ void locate(const P& p, const Chunk& chunk, const Ind
         out.src[j] = p.src_base[chunk.buffer] + offset_of(p.src, src_slot, piece);
         slot_key = src_slot * p.pieces.divisor + piece;
       } else if (!dst_ok) {
-        record_fault(p.fault, kFaultTransferDst, caller_position(p, position), dst_index, p.dst.num_entries);
+        record_fault(p.fault, p.fault_op, caller_position(p, position), dst_index, p.dst.num_entries);
       } else {
-        record_fault(p.fault, kFaultTransferSrc, caller_position(p, position), src_index, p.src.num_entries);
+        record_fault(p.fault, p.fault_op + 1, caller_position(p, position), src_index, p.src.num_entries);
       }
     }
     __syncwarp();
@@ -486,7 +488,9 @@ bool launch_buffers(const Launch& launch) {
   p.units_per_index = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces * plan.slots_per_index));
   p.packages_per_unit = FastDivide(static_cast<uint32_t>(plan.unit_bytes / 16));
   p.fault = launch.fault;
+  p.fault_op = static_cast<int64_t>(launch.request.fault_op);
   p.caller_positions = launch.request.caller_positions;
+  p.position_base = launch.request.first_position;
   p.first_position = launch.first;
   p.slots_per_index = plan.slots_per_index;
   p.num_units = static_cast<uint32_t>(plan.units);

@@ -145,13 +145,19 @@ void check_options(const char* op, const TransferOptions& o) {
 }
 
 void set_devices(const char* op, TransferRequest* request, const std::vector<TensorView>& dst,
-                 const std::vector<TensorView>& src, const TensorView& dst_indices, const TensorView& src_indices) {
-  if (dst_indices.device != src_indices.device || dst_indices.device_index != src_indices.device_index) {
+                 const std::vector<TensorView>& src, const TensorView& dst_indices, const TensorView& src_indices,
+                 bool one_index_device) {
+  const bool apart = dst_indices.device != src_indices.device || dst_indices.device_index != src_indices.device_index;
+  if (apart && one_index_device) {
     fail(op, "src_indices is on ", device_name(src_indices.device, src_indices.device_index), " but dst_indices is on ",
          device_name(dst_indices.device, dst_indices.device_index), "; it needs both on one device");
   }
   request->index_device = dst_indices.device;
-  if (dst_indices.device == DeviceKind::kGpu) request->gpu_index = dst_indices.device_index;
+  request->dst_index_device = dst_indices.device;
+  request->src_index_device = src_indices.device;
+  for (const TensorView* indices : {&dst_indices, &src_indices}) {
+    if (indices->device == DeviceKind::kGpu) request->gpu_index = indices->device_index;
+  }
   if (dst.empty()) return;
   check_one_device(op, "dst", dst);
   check_one_device(op, "src", src);
@@ -203,7 +209,7 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
   }
 
   TransferRequest request;
-  set_devices(op, &request, dst, src, dst_indices, src_indices);
+  set_devices(op, &request, dst, src, dst_indices, src_indices, options.one_index_device);
   request.dst_indices = {dst_indices.data, dst_indices.strides[0], dst_indices.is_int64};
   request.src_indices = {src_indices.data, src_indices.strides[0], src_indices.is_int64};
   request.num_indices = dst_indices.sizes[0];
@@ -333,9 +339,13 @@ void find_conflicts(const char* op, const TransferRequest& request) {
 
 void check_cpu_indices(const char* op, const TransferRequest& request, bool with_conflicts) {
   if (request.groups.empty()) return;
-  check_side(op, "dst_indices", "dst", request, request.dst_indices, limit_of(request, &BufferGroup::dst));
-  check_side(op, "src_indices", "src", request, request.src_indices, limit_of(request, &BufferGroup::src));
-  if (with_conflicts) find_conflicts(op, request);
+  const bool read_dst = request.dst_index_device == DeviceKind::kCpu;
+  const bool read_src = request.src_index_device == DeviceKind::kCpu;
+  if (read_dst)
+    check_side(op, "dst_indices", "dst", request, request.dst_indices, limit_of(request, &BufferGroup::dst));
+  if (read_src)
+    check_side(op, "src_indices", "src", request, request.src_indices, limit_of(request, &BufferGroup::src));
+  if (with_conflicts && read_dst && read_src) find_conflicts(op, request);
 }
 
 void check_contiguous(const char* op, const std::string& argument, const TensorView& t) {

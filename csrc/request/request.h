@@ -45,7 +45,11 @@ struct TransferOptions {
   std::string backend = "auto";
   int64_t num_blocks = 0;
   std::string prefer = "throughput";
+  bool one_index_device = true;  // else the two index lists may lie on different devices
 };
+
+// Which op an index fault belongs to. The number of a fault is this for dst_indices, one more for src_indices.
+enum class FaultOp : int64_t { kTransfer = 1, kTransferStaged = 3 };
 
 struct TransferRequest {
   std::vector<BufferGroup> groups;
@@ -59,7 +63,12 @@ struct TransferRequest {
   Prefer prefer = Prefer::kThroughput;
   DeviceKind dst_device = DeviceKind::kCpu;
   DeviceKind src_device = DeviceKind::kCpu;
-  DeviceKind index_device = DeviceKind::kCpu;
+  DeviceKind index_device = DeviceKind::kCpu;  // of both lists, where they are on one
+  DeviceKind dst_index_device = DeviceKind::kCpu;
+  DeviceKind src_index_device = DeviceKind::kCpu;
+  // What a fault of a kernel is called, and where in the caller's lists these begin.
+  FaultOp fault_op = FaultOp::kTransfer;
+  int64_t first_position = 0;
   // On the GPU: where each entry was in the caller's lists, null when they are as the caller gave them.
   const int32_t* caller_positions = nullptr;
   int32_t gpu_index = -1;  // the one GPU involved, -1 for none
@@ -76,8 +85,8 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
                                       const TensorView& src_indices, const TransferOptions& options,
                                       DtypeName dtype_name);
 
-// CPU indices only: every entry inside both pools, else throws before a byte moves. With `with_conflicts` also
-// throws on a destination that is named twice, or a row that is both read and written.
+// Index lists on the CPU only: every entry inside both pools, else throws before a byte moves. With `with_conflicts`
+// also throws on a destination that is named twice, or a row that is both read and written.
 void check_cpu_indices(const char* op, const TransferRequest& request, bool with_conflicts);
 
 // One copy of kvio::memcpy_batch, checked.

@@ -21,9 +21,11 @@
 #include "plan/register_plan.h"
 #include "plan/run_stats.h"
 #include "plan/runs.h"
+#include "plan/staged_plan.h"
 #include "plan/tma_plan.h"
 #include "request/pool_view.h"
 #include "request/request.h"
+#include "request/staged_request.h"
 #include "request/tensor_view.h"
 
 namespace py = pybind11;
@@ -543,6 +545,55 @@ void bind_facts(py::module_& m) {
   m.def("built_in_rates", [] { return flat(built_in_rates()); });
 }
 
+void bind_staged(py::module_& m) {
+  py::class_<PageBlock>(m, "PageBlock")
+      .def_readonly("group", &PageBlock::group)
+      .def_readonly("buffers", &PageBlock::buffers)
+      .def_property_readonly("host", [](const PageBlock& b) { return reinterpret_cast<uint64_t>(b.host); })
+      .def_readonly("page_stride", &PageBlock::page_stride)
+      .def_readonly("nbytes", &PageBlock::nbytes)
+      .def_readonly("staged_offset", &PageBlock::staged_offset);
+  py::class_<StagedLayout>(m, "StagedLayout")
+      .def_readonly("blocks", &StagedLayout::blocks)
+      .def_readonly("page_bytes", &StagedLayout::page_bytes);
+  py::class_<StagedPlan>(m, "StagedPlan")
+      .def_readonly("host_is_dst", &StagedPlan::host_is_dst)
+      .def_readonly("layout", &StagedPlan::layout)
+      .def_property_readonly("half_pages", [](const StagedPlan& p) { return p.halves.pages; })
+      .def_property_readonly("num_halves", [](const StagedPlan& p) { return p.halves.count; })
+      .def_property_readonly("positions_per_page", [](const StagedPlan& p) { return p.work.positions_per_page; })
+      .def_property_readonly("num_pages", [](const StagedPlan& p) { return p.work.num_pages; })
+      .def_property_readonly("stretches",
+                             [](const StagedPlan& p) {
+                               std::vector<std::pair<int64_t, std::vector<int64_t>>> found;
+                               for (const PageStretch& s : p.work.stretches) found.emplace_back(s.first, s.pages);
+                               return found;
+                             })
+      .def_property_readonly("rest", [](const StagedPlan& p) {
+        std::vector<std::pair<int64_t, int64_t>> found;
+        for (const PositionRange& r : p.work.rest) found.emplace_back(r.begin, r.end);
+        return found;
+      });
+  m.attr("STAGED_ALIGNMENT") = kStagedAlignment;
+  m.def(
+      "staged_plan",
+      [](const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
+         const Tensor& src_indices, const Tensor& staging, int64_t page_size, const std::string& index_unit) {
+        TransferOptions options;
+        options.page_size = page_size;
+        options.index_unit = index_unit;
+        const StagedRequest request =
+            make_staged_request("transfer_staged", views_of(dst), views_of(src), dst_indices.view(), src_indices.view(),
+                                staging.view(), options, name_of);
+        check_cpu_indices("transfer_staged", request.transfer, false);
+        return std::make_pair(make_staged_plan("transfer_staged", request),
+                              OwningRequest{request.transfer, dst_indices, src_indices});
+      },
+      py::arg("dst"), py::arg("src"), py::arg("dst_indices"), py::arg("src_indices"), py::arg("staging"), py::kw_only(),
+      py::arg("page_size"), py::arg("index_unit") = "token");
+  m.def("staged_view", &staged_view, py::arg("host"), py::arg("page_size"), py::arg("layout"), py::arg("pages"));
+}
+
 }  // namespace
 }  // namespace kvio
 
@@ -553,4 +604,5 @@ PYBIND11_MODULE(kvio_native, m) {
   kvio::bind_tma_plan(m);
   kvio::bind_copy(m);
   kvio::bind_facts(m);
+  kvio::bind_staged(m);
 }

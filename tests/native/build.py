@@ -24,6 +24,7 @@ CSRC = HERE.parent.parent / "csrc"
 SOURCES = (
     HERE / "bridge.cpp",
     CSRC / "request" / "request.cpp",
+    CSRC / "request" / "staged_request.cpp",
     CSRC / "plan" / "register_plan.cpp",
     CSRC / "plan" / "tma_plan.cpp",
     CSRC / "plan" / "units.cpp",
@@ -34,6 +35,7 @@ SOURCES = (
     CSRC / "plan" / "order.cpp",
     CSRC / "plan" / "rates.cpp",
     CSRC / "plan" / "run_stats.cpp",
+    CSRC / "plan" / "staged_plan.cpp",
 )
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-fvisibility=hidden")
 

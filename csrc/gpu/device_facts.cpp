@@ -1,0 +1,51 @@
+#include "gpu/device_facts.h"
+
+#include <atomic>
+
+#include "gpu/driver.h"
+#include "gpu/stream.h"
+#include "gpu/transfer_tma.h"
+
+namespace kvio::gpu {
+namespace {
+
+// One attribute of every device, read once.
+class DeviceAttribute {
+ public:
+  constexpr explicit DeviceAttribute(cudaDeviceAttr attribute) : attribute_(attribute) {}
+
+  int of(const char* op, int device) {
+    std::atomic<int>& known = values_[device];
+    int value = known.load(std::memory_order_relaxed);
+    if (value == 0) {
+      check(op, "reading an attribute of the device", cudaDeviceGetAttribute(&value, attribute_, device));
+      known.store(value, std::memory_order_relaxed);
+    }
+    return value;
+  }
+
+ private:
+  cudaDeviceAttr attribute_;
+  std::atomic<int> values_[kMaxDevices] = {};
+};
+
+}  // namespace
+
+int sm_count(const char* op, int device) {
+  static DeviceAttribute count(cudaDevAttrMultiProcessorCount);
+  return count.of(op, device);
+}
+
+GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
+  static DeviceAttribute major(cudaDevAttrComputeCapabilityMajor);
+  GpuFacts gpu;
+  gpu.compute_major = major.of(op, device);
+  gpu.capturing = capturing;
+  gpu.legacy_stream = is_legacy_stream(stream);
+  gpu.has_batch_call = has_batch_copy();
+  gpu.has_tensor_maps = has_tensor_maps();
+  gpu.has_bulk_code = has_bulk_code(gpu.compute_major);
+  return gpu;
+}
+
+}  // namespace kvio::gpu
