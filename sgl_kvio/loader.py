@@ -560,6 +560,9 @@ class LayerwiseLoader:
         indices: Sequence[torch.Tensor],
     ) -> LayerwiseLoad:
         start = side.fork()
+        # Loads end in the order of the calls. Asking an event may fail: nothing is enqueued yet.
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.pop(0)
         load: _StreamLoad
         if self._submit == "thread":
             load = _WorkerStreamLoad(self._groups, kept, side)
@@ -567,9 +570,6 @@ class LayerwiseLoader:
         else:
             load = _StreamLoad(self._groups, kept, side)
             load.submit(start, copy_group, indices)
-        # Loads end in the order of the calls.
-        while self._in_flight and self._in_flight[0].done():
-            self._in_flight.pop(0)
         self._in_flight.append(load)
         return load
 
