@@ -168,6 +168,15 @@ def test_the_copy_engine_may_be_captured_and_says_what_that_means(kvio, gpu_fact
             },
             "register",
         ),
+        (
+            {
+                "run": 512,
+                "host_rows_apart": True,
+                "stretch_bytes": 32 * KIB,
+                "tma_single_rows": True,
+            },
+            "register",
+        ),
         # older GPUs, rows that bulk copies cannot move
         ({"run": 8 * KIB, "gpu": {**H200, "compute_major": 8}}, "register"),
         ({"run": 8 * KIB, "tma_refusal": "no"}, "register"),
@@ -489,6 +498,47 @@ def test_runs_of_one_page(kvio, layout, apart, run, stretch, indices):
     assert facts.run_bytes == run
     assert facts.stretch_bytes == stretch
     assert facts.num_entries == (64 // run if indices == "cpu" else 0)
+
+
+def whole_pages(layout, page_size, **places):
+    """Three pages of 16 tokens between a layer-first pool and a host pool; rows of 512 bytes."""
+    sizes = {"layers": 4, "pages": 8, "page_size": 16, "heads": 2, "dim": 128}
+    host = Buffer(layer_elements(layout, **sizes)[0], 1 << 20, 2)
+    card = Buffer(layer_elements("layer_first", **sizes)[0], 1 << 30, 2)
+    to_host = places.get("dst_device") == "cpu"
+    return Transfer(
+        [host if to_host else card],
+        [card if to_host else host],
+        index_array([*range(16, 32), *range(64, 96)]),
+        index_array([*range(48, 64), *range(0, 32)]),
+        page_size=page_size,
+        index_device="cpu",
+        **places,
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size", "single"),
+    [("page_first", 16, False), ("page_first", 1, True), ("layer_first", 1, False)],
+)
+def test_the_ring_loads_rows_apart_in_boxes_only_with_a_promise(kvio, layout, page_size, single):
+    """Whatever runs the CPU indices have: boxes are planned by page_size."""
+    case = whole_pages(layout, page_size, dst_device="gpu", src_device="cpu")
+    for facts in (
+        kvio.facts_of(case.request(kvio), gpu_of(kvio, **H200)),
+        kvio.complete_facts_of(case.request(kvio), gpu_of(kvio, **H200)),
+    ):
+        assert facts.tma_single_rows == single
+        facts.payload_bytes = 256 * MIB
+        backend = kvio.choose_backend("auto", facts)[0]
+        assert backend == ("register" if single else "tma")
+
+
+def test_the_ring_stores_rows_apart_without_a_promise(kvio):
+    case = whole_pages("page_first", 1, dst_device="cpu", src_device="gpu")
+    facts = kvio.facts_of(case.request(kvio), gpu_of(kvio, **H200))
+    assert facts.host_rows_apart
+    assert not facts.tma_single_rows
 
 
 def test_gpu_indices_without_a_promise_are_single_rows(kvio):
