@@ -534,6 +534,19 @@ def test_the_ring_loads_rows_apart_in_boxes_only_with_a_promise(kvio, layout, pa
         assert backend == ("register" if single else "tma")
 
 
+def test_layers_that_both_sides_keep_together_are_long_runs(kvio):
+    """Between two token-major pools a page is one copy with all its layers."""
+    sizes = {"layers": 32, "pages": 8, "page_size": 16, "heads": 2, "dim": 128}
+    views = layer_elements("page_first", **sizes)
+    card, host = ([Buffer(view, base, 2) for view in views] for base in (1 << 30, 1 << 20))
+    places = {"dst_device": "gpu", "src_device": "cpu", "index_device": "cpu"}
+    case = Transfer(card, host, index_array(range(48)), index_array(range(48)), **places)
+    facts = kvio.facts_of(case.request(kvio), gpu_of(kvio, **H200))
+    assert facts.num_entries == 1
+    assert facts.run_bytes == facts.payload_bytes == 48 * 32 * 512
+    assert kvio.choose_backend("auto", facts)[0] == "copy_engine"
+
+
 def test_the_ring_stores_rows_apart_without_a_promise(kvio):
     case = whole_pages("page_first", 1, dst_device="cpu", src_device="gpu")
     facts = kvio.facts_of(case.request(kvio), gpu_of(kvio, **H200))
