@@ -391,11 +391,11 @@ def test_a_loader_collected_on_its_own_worker_does_not_wait_for_itself(side, mon
 
 
 def test_a_loader_that_nobody_closed_ends_its_worker(side):
-    before = threading.active_count()
     it = LayerwiseLoader(flat_layers(1), flat_layers(9), submit="thread")
     it.load(SLOTS, SLOTS).wait()
+    (worker,) = it._worker._threads
     del it
-    until(lambda: threading.active_count() == before)
+    until(lambda: not worker.is_alive())
 
 
 def test_index_lists_may_change_before_a_worker_reads_them(side, gate):
