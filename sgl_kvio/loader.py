@@ -357,7 +357,8 @@ class LayerwiseLoader:
     makes the caller's current stream wait for. Pages that a load writes are read only after
     ``wait_layer``. Loads of one loader run in the order of ``load``. Host rows and index tensors
     must keep their contents, and a host pool its registration, until the load is done; the tensors
-    themselves are kept alive here. ``load`` cannot be captured into a CUDA graph.
+    themselves are kept alive here. Neither ``load`` nor a wait for a load can be captured into a
+    CUDA graph: call ``wait_layer`` before the layer's graph is replayed.
 
     With ``submit="thread"`` a ``wait_layer`` first blocks the host until the worker has enqueued
     that layer's group, and errors of the transfers come out of ``wait_layer``, ``wait`` and
@@ -560,6 +561,9 @@ class LayerwiseLoader:
         indices: Sequence[torch.Tensor],
     ) -> LayerwiseLoad:
         start = side.fork()
+        # Loads end in the order of the calls. Asking an event may fail: nothing is enqueued yet.
+        while self._in_flight and self._in_flight[0].done():
+            self._in_flight.pop(0)
         load: _StreamLoad
         if self._submit == "thread":
             load = _WorkerStreamLoad(self._groups, kept, side)
@@ -567,9 +571,6 @@ class LayerwiseLoader:
         else:
             load = _StreamLoad(self._groups, kept, side)
             load.submit(start, copy_group, indices)
-        # Loads end in the order of the calls.
-        while self._in_flight and self._in_flight[0].done():
-            self._in_flight.pop(0)
         self._in_flight.append(load)
         return load
 

@@ -376,7 +376,7 @@ class HostKVPool:
         self._check_open()
         place = self._device if device is None else _checked_device("HostKVPool.staging", device)
         unit = STAGING_PAGE_ALIGNMENT
-        page_nbytes = sum(-(-range_nbytes // unit) * unit for _, _, range_nbytes in self._first_page)
+        page_nbytes = sum(-(-count // unit) * unit for _, _, count in self._first_page)
         size = max(nbytes // page_nbytes, 1) * page_nbytes
         # A lock of its own: alloc and free need not wait for the device.
         with self._staging_lock:

@@ -232,6 +232,26 @@ def failing(monkeypatch, number):
     return calls
 
 
+@pytest.mark.parametrize("submit", ["caller", "thread"])
+def test_a_load_that_cannot_ask_for_earlier_ones_starts_nothing(side, monkeypatch, submit):
+    """As while another thread captures a graph, when CUDA answers no event's query."""
+
+    def refuse(event):
+        raise RuntimeError("not while a stream is captured")
+
+    device = flat_layers(1)
+    with LayerwiseLoader(flat_layers(), device, submit=submit) as made:
+        first = made.load(SLOTS, SLOTS)
+        first.wait()
+        monkeypatch.setattr(Event, "query", refuse)
+        with pytest.raises(RuntimeError, match="not while a stream is captured"):
+            made.load(SLOTS.flip(0), SLOTS)
+        monkeypatch.undo()
+        first.synchronize()
+        assert side.what().count("start_after") == 1
+    assert torch.equal(device[0][0], flat_layers()[0][0])
+
+
 def test_an_error_under_the_caller_raises_from_load_when_nothing_is_in_flight(side, monkeypatch):
     calls = failing(monkeypatch, 1)
     with LayerwiseLoader(flat_layers(1), flat_layers(9)) as it:
@@ -371,11 +391,11 @@ def test_a_loader_collected_on_its_own_worker_does_not_wait_for_itself(side, mon
 
 
 def test_a_loader_that_nobody_closed_ends_its_worker(side):
-    before = threading.active_count()
     it = LayerwiseLoader(flat_layers(1), flat_layers(9), submit="thread")
     it.load(SLOTS, SLOTS).wait()
+    (worker,) = it._worker._threads
     del it
-    until(lambda: threading.active_count() == before)
+    until(lambda: not worker.is_alive())
 
 
 def test_index_lists_may_change_before_a_worker_reads_them(side, gate):

@@ -75,8 +75,12 @@ HostRange query_host_range(const void* address) {
                                   CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, CU_POINTER_ATTRIBUTE_RANGE_SIZE};
   void* out[] = {&type, &alias, &begin, &size};
   const uintptr_t at = reinterpret_cast<uintptr_t>(address);
-  if (get_attributes(4, wanted, out, static_cast<CUdeviceptr>(at)) != CUDA_SUCCESS) return range;
-  if (type != CU_MEMORYTYPE_HOST || alias == 0 || size == 0) return range;
+  const auto is_page_locked = [&] {
+    const CUresult result = get_attributes(4, wanted, out, static_cast<CUdeviceptr>(at));
+    return result == CUDA_SUCCESS && type == CU_MEMORYTYPE_HOST && alias != 0 && size != 0;
+  };
+  // A thread without a context has no device address of anything; the answer is then no.
+  if (!is_page_locked() && !(bind_context() && is_page_locked())) return range;
   range.page_locked = true;
   // The driver reports the range in device addresses; the host address of its start follows from this address.
   const uintptr_t before = static_cast<uintptr_t>(alias - begin);

@@ -123,9 +123,12 @@ torch::stable::Tensor order_indices(const char* op, TransferRequest* request, St
   const int64_t list_bytes = count * (wide ? 8 : 4);
   const int64_t positions_bytes = (count * 4 + 7) / 8 * 8;
   const int64_t counts_bytes = kBuckets * 4;
-  // Torch may have to allocate, which is refused while any thread captures in global mode.
-  const RelaxedCapture relaxed;
-  torch::stable::Tensor memory = device_bytes(counts_bytes + 2 * list_bytes + positions_bytes, request->gpu_index);
+  const int64_t total = counts_bytes + 2 * list_bytes + positions_bytes;
+  // Allocating spoils the graph that another thread captures, unless this thread says that it knows better.
+  torch::stable::Tensor memory = [&] {
+    const RelaxedCapture relaxed;
+    return device_bytes(total, request->gpu_index);
+  }();
   char* base = static_cast<char*>(memory.data_ptr());
 
   Params p{};

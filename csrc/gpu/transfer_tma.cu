@@ -453,6 +453,7 @@ bool encode_maps(const TmaPlan& plan, Params<kBuffers, kBoxes>* p, size_t count)
 // A kernel may use the device's whole shared memory once it has been told so, on every device.
 void allow_shared_memory(const void* kernel, int device, int bytes, std::atomic<bool>* allowed) {
   if (allowed[device].load(std::memory_order_acquire)) return;
+  const RelaxedCapture relaxed;  // it loads the kernel
   check("transfer", "raising the tma kernel's shared memory",
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   allowed[device].store(true, std::memory_order_release);

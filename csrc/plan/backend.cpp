@@ -66,7 +66,7 @@ const char* why_not_auto(Backend backend, const BackendFacts& facts) {
 double flow_gbps(const RateTable& rates, Backend backend, const BackendFacts& facts) {
   const double run_bytes = static_cast<double>(facts.run_bytes);
   // Without boxes, or with single rows, the ring loads every row by itself, wherever it lies.
-  const bool no_boxes = !facts.gpu.has_tensor_maps || facts.stretch_bytes <= facts.row_bytes;
+  const bool no_boxes = !facts.gpu.has_tensor_maps || facts.tma_single_rows || facts.stretch_bytes <= facts.row_bytes;
   const bool apart = facts.host_rows_apart && !(backend == Backend::kTma && no_boxes);
   const double rate = rate_of(rates, backend, facts.direction, apart, run_bytes);
   if (backend != Backend::kCopyEngine || facts.gpu.has_batch_call || run_bytes <= 0) return rate;
@@ -213,6 +213,21 @@ void set_runs(const RunStats& stats, BackendFacts* facts) {
   if (facts->indices_on_cpu) facts->num_entries = stats.runs;
 }
 
+// The largest group decides: boxes are planned by what page_size promises, whatever runs the indices turn out to have.
+bool loads_single_rows(const TransferRequest& request, const GpuFacts& gpu) {
+  const auto bytes = [](const BufferGroup& g) { return g.dst.row_bytes() * static_cast<int64_t>(g.dst_base.size()); };
+  const auto group = std::max_element(request.groups.begin(), request.groups.end(),
+                                      [&](const auto& a, const auto& b) { return bytes(a) < bytes(b); });
+  if (group == request.groups.end() || group->src.packed()) return false;
+  return make_tma_plan(request, *group, 1, gpu.has_tensor_maps).box_tokens == 0;
+}
+
+void judge_tma(const TransferRequest& request, BackendFacts* facts) {
+  facts->tma_refusal = tma_refusal(request);
+  if (facts->tma_refusal != nullptr || facts->payload_bytes == 0 || !facts->host_rows_apart) return;
+  facts->tma_single_rows = loads_single_rows(request, facts->gpu);
+}
+
 BackendFacts plain_facts_of(const TransferRequest& request, const GpuFacts& gpu) {
   BackendFacts facts;
   facts.any_gpu = request.gpu_index >= 0;
@@ -282,15 +297,19 @@ BackendFacts facts_of(const TransferRequest& request, const GpuFacts& gpu) {
   BackendFacts facts = plain_facts_of(request, gpu);
   if (!facts.any_gpu) return facts;
   const bool is_auto = request.backend == "auto";
-  if (is_auto) count_everything("transfer", request, &facts);
-  if (is_auto || request.backend == "tma") facts.tma_refusal = tma_refusal(request);
+  if (is_auto) {
+    count_everything("transfer", request, &facts);
+    judge_tma(request, &facts);
+  } else if (request.backend == "tma") {
+    facts.tma_refusal = tma_refusal(request);
+  }
   return facts;
 }
 
 BackendFacts complete_facts_of(const TransferRequest& request, const GpuFacts& gpu) {
   BackendFacts facts = plain_facts_of(request, gpu);
   count_everything("explain", request, &facts);
-  if (facts.any_gpu) facts.tma_refusal = tma_refusal(request);
+  if (facts.any_gpu) judge_tma(request, &facts);
   return facts;
 }
 

@@ -48,6 +48,7 @@ struct BackendFacts {
   int64_t payload_bytes = 0;
   int64_t host_span_bytes = 0;        // of the largest host buffer
   const char* tma_refusal = nullptr;  // why the tma backend cannot move these rows, null when it can
+  bool tma_single_rows = false;       // the tma backend loads rows one by one even where their slots follow each other
   Prefer prefer = Prefer::kThroughput;
   BackendOverrides overrides;
 };

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/copy_plan.h"
 #include "plan/runs.h"
 
 namespace kvio {
@@ -118,6 +119,18 @@ bool moves_whole_pages(const TransferRequest& request, const BufferGroup& group,
   return stretches * group.dst.page_slots == request.num_indices * request.slots_per_index;
 }
 
+// Driver copies where rows are apart in each buffer: one a row or piece of it, but buffers that lie between each other
+// on both sides alike (layers of two token-major pools, K beside V) close the gaps.
+int64_t count_blocks(const BufferGroup& group, int64_t slots, int64_t stretches) {
+  int64_t blocks = 0;
+  for (const CopyNest& nest : make_copy_nests(group)) {
+    int64_t of_nest = nest.slots_in_block ? stretches : slots;
+    for (int d = 0; d < 3; ++d) of_nest *= d == nest.slot_dim ? 1 : nest.dims[d].count;
+    blocks += of_nest;
+  }
+  return blocks;
+}
+
 }  // namespace
 
 RunStats count_runs(const TransferRequest& request) {
@@ -130,7 +143,7 @@ RunStats count_runs(const TransferRequest& request) {
     const int64_t stretches = count_stretches(request, group);
     stats.stretches += stretches * buffers;
     if (!packed(group)) {
-      stats.runs += slots * group.dst.num_pieces * buffers;
+      stats.runs += count_blocks(group, slots, stretches);
     } else if (buffers > 1 && moves_whole_pages(request, group, stretches)) {
       stats.runs += stretches * (buffers - count_joined_buffers(group));
     } else {

@@ -11,8 +11,8 @@ struct RunStats {
   int64_t stretches = 0;  // slots that follow each other on both sides inside a page, whether or not their rows touch
 };
 
-// CPU indices, which must have been checked. Counts what for_each_run visits, and joins buffers whose pages follow each
-// other on both sides (layers of two page_first_direct pools).
+// CPU indices, which must have been checked. Counts what for_each_run visits, and joins buffers that follow each other
+// on both sides page by page (layers of two page_first_direct pools) or row by row (of two token-major ones).
 RunStats count_runs(const TransferRequest& request);
 
 // GPU indices, which nobody has read: a page's slots follow each other, and nothing else does.

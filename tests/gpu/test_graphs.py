@@ -1,5 +1,7 @@
 """Streams and CUDA graphs: the op follows the caller's current stream, never waits, replays."""
 
+import functools
+import os
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,8 @@ from reference import assert_same_bytes, moved, needs_bulk_copies, refused
 
 LONG = 400_000_000  # cycles, about 0.2 s
 DIRECTIONS = ("h2d", "d2h", "d2d")
+TMA = pytest.param("tma", marks=needs_bulk_copies)
+KERNEL = pytest.mark.parametrize("backend", ["register", TMA])
 
 
 def pools(direction, slots=256, row=(2, 72), dtype=torch.bfloat16, seed=0):
@@ -33,14 +37,15 @@ def random_slots(count, seed, slots=256):
 # Graphs.
 
 
+@KERNEL
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_replay_reads_the_indices_and_rows_of_its_time(direction, index_dtype):
+def test_a_replay_reads_the_indices_and_rows_of_its_time(direction, index_dtype, backend):
     dst, src = pools(direction)
     at, frm = (torch.zeros(100, dtype=index_dtype, device="cuda") for _ in range(2))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sgl_kvio.transfer(dst, src, at, frm)
+        sgl_kvio.transfer(dst, src, at, frm, backend=backend)
     for seed in range(3):
         src.copy_(cases.contiguous_pool(src.shape, src.dtype, 50 + seed))
         dst.copy_(cases.contiguous_pool(dst.shape, dst.dtype, 60 + seed))
@@ -53,14 +58,17 @@ def test_a_replay_reads_the_indices_and_rows_of_its_time(direction, index_dtype)
         assert_same_bytes(dst, want, "destination")
 
 
-def test_a_graph_outlives_the_tensor_lists_of_its_capture():
+@KERNEL
+def test_a_graph_outlives_the_tensor_lists_of_its_capture(backend):
     """Base addresses are parameters of the kernel: no table on the device may have to survive."""
     content = cases.contiguous_pool((160, 32, 1, 64), torch.float32, 0)
     src, dst = content.pin_memory(), torch.zeros_like(content, device="cuda")
     at = torch.arange(0, 32, 2, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sgl_kvio.transfer(list(dst.unbind(0)), list(src.unbind(0)), at, at + 1)
+        lists = list(dst.unbind(0)), list(src.unbind(0))
+        sgl_kvio.transfer(*lists, at, at + 1, backend=backend)
+        del lists
     scratch = [torch.full((1 << 16,), 7, device="cuda") for _ in range(20)]
     graph.replay()
     torch.cuda.synchronize()
@@ -70,7 +78,7 @@ def test_a_graph_outlives_the_tensor_lists_of_its_capture():
     del scratch
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("tma", marks=needs_bulk_copies)])
+@KERNEL
 def test_the_first_call_of_a_process_may_be_inside_a_capture(backend):
     code = """
         import torch, sgl_kvio
@@ -81,8 +89,8 @@ def test_the_first_call_of_a_process_may_be_inside_a_capture(backend):
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            sgl_kvio.transfer(dst, src, at, frm, row_ndim=1, backend="BACKEND")
-            sgl_kvio.transfer(back, dst, frm, at, row_ndim=1, backend="BACKEND")
+            sgl_kvio.transfer(dst, src, at, frm, row_ndim=1)
+            sgl_kvio.transfer(back, dst, frm, at, row_ndim=1)
         graph.replay()
         torch.cuda.synchronize()
         want = torch.zeros(16, 4)
@@ -94,10 +102,11 @@ def test_the_first_call_of_a_process_may_be_inside_a_capture(backend):
         sgl_kvio.check()
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code).replace("BACKEND", backend)],
+        [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=300,
+        env={**os.environ, "KVIO_BACKEND_ORDER": backend},
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -181,15 +190,17 @@ def move_behind_a_late_fill(filled, value, stream, call):
         return busy and stream.query()
 
 
+@KERNEL
 @pytest.mark.parametrize("index_place", ["cpu", "cuda"])
 @pytest.mark.parametrize("side_stream", [False, True])
-def test_a_restore_comes_after_what_the_stream_still_writes(side_stream, index_place):
+def test_a_restore_comes_after_what_the_stream_still_writes(side_stream, index_place, backend):
     dst, src = pools("h2d")
     at, frm = indices(index_place, seed=1), indices(index_place, seed=2)
     want = moved(torch.zeros_like(src), src, at.cpu(), frm.cpu())
     torch.cuda.synchronize()
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
-    waited = move_behind_a_late_fill(dst, 0, stream, lambda: sgl_kvio.transfer(dst, src, at, frm))
+    call = functools.partial(sgl_kvio.transfer, dst, src, at, frm, backend=backend)
+    waited = move_behind_a_late_fill(dst, 0, stream, call)
     with torch.cuda.stream(stream):
         seen = dst.clone()
     stream.synchronize()
@@ -198,52 +209,59 @@ def test_a_restore_comes_after_what_the_stream_still_writes(side_stream, index_p
     assert not waited, "the call waited for its stream"
 
 
+@KERNEL
 @pytest.mark.parametrize("index_place", ["cpu", "cuda"])
 @pytest.mark.parametrize("side_stream", [False, True])
-def test_a_write_back_comes_after_what_the_stream_still_writes(side_stream, index_place):
+def test_a_write_back_comes_after_what_the_stream_still_writes(side_stream, index_place, backend):
     dst, src = pools("d2h")
     at, frm = indices(index_place, seed=1), indices(index_place, seed=2)
     want = moved(dst, torch.full_like(dst, 3), at.cpu(), frm.cpu())
     torch.cuda.synchronize()
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
-    waited = move_behind_a_late_fill(src, 3, stream, lambda: sgl_kvio.transfer(dst, src, at, frm))
+    call = functools.partial(sgl_kvio.transfer, dst, src, at, frm, backend=backend)
+    waited = move_behind_a_late_fill(src, 3, stream, call)
     stream.synchronize()
     assert_same_bytes(dst, want, "host pool")
     assert not waited, "the call waited for its stream"
 
 
-def test_cpu_indices_may_change_right_after_the_call():
+@KERNEL
+def test_cpu_indices_may_change_right_after_the_call(backend):
     dst, src = pools("h2d")
     at, frm = indices("cpu", seed=1), indices("cpu", seed=2)
     want = moved(dst, src, at, frm)
     torch.cuda._sleep(LONG)
-    sgl_kvio.transfer(dst, src, at, frm)
+    sgl_kvio.transfer(dst, src, at, frm, backend=backend)
     at.fill_(0)
     frm.fill_(0)
     torch.cuda.synchronize()
     assert_same_bytes(dst, want, "destination")
 
 
-def test_many_calls_with_cpu_indices_can_be_in_flight():
+@KERNEL
+def test_many_calls_with_cpu_indices_can_be_in_flight(backend):
     """Each call's index copy must keep its own staging until the stream has read it."""
     dst, src = pools("h2d")
     stream = torch.cuda.Stream()
     want = dst.cpu()
-    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
+        load_kernels(dst, src, backend)
+        torch.cuda.synchronize()
+        dst.copy_(want)
         torch.cuda._sleep(LONG)
         busy = not stream.query()
         for seed in range(100):
             at, frm = random_slots(seed % 60 + 1, seed), random_slots(seed % 60 + 1, seed + 500)
             want = moved(want, src, at, frm)
-            sgl_kvio.transfer(dst, src, at, frm)
+            sgl_kvio.transfer(dst, src, at, frm, backend=backend)
         waited = busy and stream.query()
     stream.synchronize()
     assert_same_bytes(dst, want, "destination")
     assert not waited, "a call waited for its stream"
 
 
-def test_staging_that_is_still_read_does_not_disturb_a_call_on_another_stream():
+@KERNEL
+def test_staging_that_is_still_read_does_not_disturb_a_call_on_another_stream(backend):
     """Finding it busy must leave no error behind for the launch to report."""
     first, second = pools("h2d", seed=0), pools("h2d", seed=10)
     want = second[0].cpu()
@@ -251,17 +269,20 @@ def test_staging_that_is_still_read_does_not_disturb_a_call_on_another_stream():
     torch.cuda.synchronize()
     with torch.cuda.stream(slow):
         torch.cuda._sleep(LONG)
-        sgl_kvio.transfer(*first, indices("cpu", seed=1), indices("cpu", seed=2))
+        lists = indices("cpu", seed=1), indices("cpu", seed=2)
+        sgl_kvio.transfer(*first, *lists, backend=backend)
     with torch.cuda.stream(fast):
         for seed in range(40):
             at, frm = random_slots(50, seed), random_slots(50, seed + 500)
             want = moved(want, second[1], at, frm)
-            sgl_kvio.transfer(*second, at, frm)
+            sgl_kvio.transfer(*second, at, frm, backend=backend)
     torch.cuda.synchronize()
     assert_same_bytes(second[0].cpu(), want, "destination")
 
 
-def test_cpu_indices_in_one_thread_leave_the_capture_of_another_alone():
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("backend", ["register", TMA, "copy_engine"])
+def test_cpu_indices_in_one_thread_leave_the_capture_of_another_alone(backend, legacy):
     """Captures are global by default: no thread may then ask for memory or events."""
     graph_rows, call_rows = pools("h2d", seed=0), pools("h2d", seed=10)
     at, frm = indices("cuda", seed=1), indices("cuda", seed=2)
@@ -271,10 +292,10 @@ def test_cpu_indices_in_one_thread_leave_the_capture_of_another_alone():
     torch.cuda.synchronize()
 
     def call_on_a_stream_of_its_own():
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.default_stream() if legacy else torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(40):  # more than there is staging made at once
-                sgl_kvio.transfer(*call_rows, cpu_at, cpu_frm)
+                sgl_kvio.transfer(*call_rows, cpu_at, cpu_frm, backend=backend)
         return stream
 
     graph = torch.cuda.CUDAGraph()
@@ -291,7 +312,8 @@ def test_cpu_indices_in_one_thread_leave_the_capture_of_another_alone():
     assert_same_bytes(graph_rows[0].cpu(), want_graph, "destination of the graph")
 
 
-def test_device_memory_of_uploaded_indices_is_not_reused_too_early():
+@KERNEL
+def test_device_memory_of_uploaded_indices_is_not_reused_too_early(backend):
     """The op frees its copy of the indices on return; the stream must still own that memory."""
     dst, src = pools("h2d")
     at, frm = indices("cpu", seed=1), indices("cpu", seed=2)
@@ -300,7 +322,7 @@ def test_device_memory_of_uploaded_indices_is_not_reused_too_early():
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(LONG)
-        sgl_kvio.transfer(dst, src, at, frm)
+        sgl_kvio.transfer(dst, src, at, frm, backend=backend)
     # Another stream takes whatever the allocator hands out and scribbles on it at once.
     scribbles = [torch.full((1024,), -1, dtype=torch.int64, device="cuda") for _ in range(64)]
     torch.cuda.current_stream().synchronize()
@@ -308,6 +330,14 @@ def test_device_memory_of_uploaded_indices_is_not_reused_too_early():
     sgl_kvio.check()
     assert_same_bytes(dst, want, "destination")
     del scribbles
+
+
+def load_kernels(dst, src, backend):
+    """Loads what calls of any length run, which may wait until the GPU is idle."""
+    for place in ("cpu", "cuda"):
+        for count in (1, 60):
+            lists = indices(place, count, 1), indices(place, count, 2)
+            sgl_kvio.transfer(dst, src, *lists, backend=backend)
 
 
 def kernels_of_two_streams_run_side_by_side():
@@ -323,20 +353,24 @@ def kernels_of_two_streams_run_side_by_side():
     return side_by_side
 
 
-def test_two_streams_do_not_wait_for_each_other():
+@KERNEL
+def test_two_streams_do_not_wait_for_each_other(backend):
     if not kernels_of_two_streams_run_side_by_side():
         pytest.skip("here the kernels of two streams run one after the other")
     slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
     first, second = pools("h2d", seed=0), pools("h2d", seed=10)
     at, frm = indices("cuda", seed=1), indices("cuda", seed=2)
     want = moved(*second, at.cpu(), frm.cpu())
+    before = second[0].clone()
+    load_kernels(*second, backend)
+    second[0].copy_(before)
     torch.cuda.synchronize()
     with torch.cuda.stream(slow):
         torch.cuda._sleep(2 * LONG)
         busy = not slow.query()
-        sgl_kvio.transfer(*first, at, frm)
+        sgl_kvio.transfer(*first, at, frm, backend=backend)
     with torch.cuda.stream(fast):
-        sgl_kvio.transfer(*second, at, frm)
+        sgl_kvio.transfer(*second, at, frm, backend=backend)
     fast.synchronize()
     assert not (busy and slow.query()), "the fast stream's work came after the slow one's"
     assert_same_bytes(second[0].cpu(), want, "destination")

@@ -8,6 +8,16 @@ import sgl_kvio
 from reference import assert_same_bytes, error_text, needs_bulk_copies
 
 TMA = pytest.param("tma", marks=needs_bulk_copies)
+PLACES = pytest.mark.parametrize(
+    ("index_place", "backend"),
+    [
+        ("cpu", "register"),
+        ("cuda", "register"),
+        pytest.param("cpu", "tma", marks=needs_bulk_copies),
+        pytest.param("cuda", "tma", marks=needs_bulk_copies),
+        ("cpu", "copy_engine"),
+    ],
+)
 
 ROW = 1152
 SIZE = (9 << 30) // 2
@@ -70,15 +80,17 @@ def one_layer_of_page_first(block):
     return block[: SIZE // pitch * pitch].view(-1, LAYERS, ROW)[:, LAYERS - 1]
 
 
-@pytest.mark.parametrize("index_place", ["cpu", "cuda"])
+@PLACES
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("view", [row_first, one_layer_of_page_first])
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_rows_beyond_4_gib_are_found(host, device, direction, view, index_dtype, index_place):
+def test_rows_beyond_4_gib_are_found(
+    host, device, direction, view, index_dtype, index_place, backend
+):
     src, dst = (view(host), view(device)) if direction == "h2d" else (view(device), view(host))
     pitch = src.stride(0)
     rows = rows_at_edges(src.shape[0], pitch)
-    check_rows(dst, src, rows, rows.flip(0), index_dtype, index_place)
+    check_rows(dst, src, rows, rows.flip(0), index_dtype, index_place, backend=backend)
 
 
 @pytest.mark.parametrize("backend", ["register", TMA, "copy_engine"])
@@ -101,12 +113,13 @@ def test_pages_beyond_4_gib_are_found(host, device, page_size, backend):
     assert_same_bytes(flat_device[pages.cuda()], want, "pages")
 
 
-def test_a_row_beyond_the_pool_is_a_fault_here_too(host, device):
+@pytest.mark.parametrize("backend", ["register", TMA])
+def test_a_row_beyond_the_pool_is_a_fault_here_too(host, device, backend):
     src, dst = row_first(host), row_first(device)
     last = dst.shape[0] - 1
     dst[last] = 9
     at = torch.tensor([dst.shape[0]], device="cuda", dtype=torch.int32)
-    sgl_kvio.transfer(dst, src, at, torch.zeros_like(at), row_ndim=1)
+    sgl_kvio.transfer(dst, src, at, torch.zeros_like(at), row_ndim=1, backend=backend)
     torch.cuda.synchronize()
     assert sgl_kvio.take_fault() == [1, 0, last + 1, last + 1]
     assert (dst[last] == 9).all()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sgl_kvio
+from reference import has_bulk_copies
 from sgl_kvio import HostKVPool, LayerwiseLoader, ops
 
 N, P, L, H, D = 8, 16, 4, 2, 64
@@ -15,6 +16,11 @@ SLOTS = N * P
 POISON = -7
 SLEEP_CYCLES = 20_000_000  # about 10 ms; far above what any of these transfers takes
 SUBMIT = pytest.mark.parametrize("submit", ["caller", "thread"])
+SIZES = {"num_pages": N, "page_size": P, "num_layers": L, "num_heads": H, "head_dim": D}
+# `auto` takes a kernel for loads as small as these.
+SERVED_BY = pytest.mark.parametrize(
+    ("index_device", "backend"), [("cpu", "auto"), ("cuda", "auto"), ("cpu", "copy_engine")]
+)
 
 
 @pytest.fixture
@@ -80,14 +86,17 @@ def gpu_slots(slots):
 def kernels_are_loaded():
     """Runs every kernel used here once: loading one may wait until the GPU is idle."""
     torch.cuda._sleep(1)
-    host = [[numbers(0).pin_memory()]]
     device = poisoned()
     device[0][0].fill_(POISON).clone()
-    with LayerwiseLoader(host, [device[0][:1]]) as loader:
-        for dtype in (torch.int32, torch.int64):
-            index = torch.arange(3, dtype=dtype)
-            loader.load(index, index).synchronize()
-            loader.load(index.cuda(), index.cuda()).synchronize()
+    backends = ["register", "tma"] if has_bulk_copies() else ["register"]
+    with HostKVPool("mha", "page_first", **SIZES, dtype=torch.int32) as pool:
+        for backend in backends:
+            for group in (1, 2):
+                with LayerwiseLoader(pool.layers(), device, group=group, backend=backend) as loader:
+                    for count in (3, 3 * P + 5, SLOTS):
+                        index = torch.arange(count).flip(0)
+                        loader.load(index, index).synchronize()
+                        loader.load(index.cuda(), index.cuda()).synchronize()
 
 
 @pytest.fixture
@@ -108,19 +117,18 @@ def slow_layers(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
-@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+@SERVED_BY
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("group", [1, 2, 100])
 @SUBMIT
 def test_a_load_brings_the_rows_and_leaves_every_other_byte_alone(
-    layout, index_device, dtype, group, submit, slots
+    layout, index_device, backend, dtype, group, submit, slots
 ):
-    sizes = {"num_pages": N, "page_size": P, "num_layers": L, "num_heads": H, "head_dim": D}
-    with HostKVPool("mha", layout, **sizes, dtype=torch.int32) as pool:
+    with HostKVPool("mha", layout, **SIZES, dtype=torch.int32) as pool:
         for i, view in enumerate(pool.all_layers()):
             view.copy_(numbers(i).view(view.shape))
         device = poisoned()
-        options = {"page_size": P, "group": group, "submit": submit}
+        options = {"page_size": P, "group": group, "submit": submit, "backend": backend}
         with LayerwiseLoader(pool.layers(), device, **options) as loader:
             load = loader.load(*(index.to(index_device, dtype) for index in slots))
             for i in range(L):
@@ -138,17 +146,18 @@ def test_page_indices_bring_whole_pages(pool):
         assert_loaded(device, *(pool.token_indices(ids) for ids in pages))
 
 
-@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+@SERVED_BY
 @SUBMIT
-def test_groups_of_pages_that_keep_their_layers_together_on_both_sides(index_device, submit):
-    sizes = {"num_pages": N, "page_size": P, "num_layers": L, "num_heads": H, "head_dim": D}
+def test_groups_of_pages_that_keep_their_layers_together_on_both_sides(
+    index_device, backend, submit
+):
     pages = torch.tensor([5, 0, 6]), torch.tensor([2, 3, 0])
-    with HostKVPool("mha", "page_first_direct", **sizes, dtype=torch.int32) as pool:
+    with HostKVPool("mha", "page_first_direct", **SIZES, dtype=torch.int32) as pool:
         for i, view in enumerate(pool.all_layers()):
             view.copy_(numbers(i).view(view.shape))
         both = torch.full((2, N, L, P, H, D), POISON, dtype=torch.int32, device="cuda")
         device = [[both[b, :, i] for b in range(2)] for i in range(L)]
-        options = {"page_size": P, "group": 2, "submit": submit}
+        options = {"page_size": P, "group": 2, "submit": submit, "backend": backend}
         with LayerwiseLoader(pool.layers(), device, **options) as loader:
             ids = [page.to(index_device) for page in pages]
             loader.load(*ids, index_unit="page").synchronize()
@@ -170,17 +179,17 @@ def test_a_load_of_nothing_changes_nothing(pool, index_device):
 # ------------------------------------------------------------------------------------------ order
 
 
-@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+@SERVED_BY
 @pytest.mark.parametrize("caller", ["default", "own"])
 @SUBMIT
 def test_a_load_runs_after_what_the_callers_stream_still_writes(
-    pool, slots, index_device, caller, submit
+    pool, slots, index_device, backend, caller, submit
 ):
     device = poisoned()
     indices = [index.to(index_device) for index in slots]
     torch.cuda.synchronize()
     stream = torch.cuda.default_stream() if caller == "default" else torch.cuda.Stream()
-    loader = LayerwiseLoader(pool.layers(), device, submit=submit)
+    loader = LayerwiseLoader(pool.layers(), device, submit=submit, backend=backend)
     with loader, torch.cuda.stream(stream):
         torch.cuda._sleep(5 * SLEEP_CYCLES)
         for buffers in device:
@@ -392,9 +401,9 @@ def test_a_load_inside_a_graph_capture_is_refused_by_name(pool, slots, submit):
         loader.load(*indices).synchronize()
 
 
-@pytest.mark.parametrize("index_device", ["cpu", "cuda"])
+@SERVED_BY
 def test_a_worker_submits_while_the_callers_thread_captures_a_graph(
-    pool, slots, monkeypatch, index_device
+    pool, slots, monkeypatch, index_device, backend
 ):
     transfer, capturing = ops.transfer, threading.Event()
 
@@ -406,7 +415,8 @@ def test_a_worker_submits_while_the_callers_thread_captures_a_graph(
     device, indices = poisoned(), [index.to(index_device) for index in slots]
     number = torch.zeros(1, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with LayerwiseLoader(pool.layers(), device, submit="thread") as loader:
+    options = {"submit": "thread", "backend": backend}
+    with LayerwiseLoader(pool.layers(), device, **options) as loader:
         load = loader.load(*indices)
         with torch.cuda.graph(graph):
             capturing.set()

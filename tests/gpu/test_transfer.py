@@ -15,10 +15,18 @@ from test_fuzz import transfers
 
 import cases
 import sgl_kvio
-from reference import assert_same_bytes, check_case, check_transfer, moved, refused
+from reference import (
+    assert_same_bytes,
+    check_case,
+    check_transfer,
+    moved,
+    needs_bulk_copies,
+    refused,
+)
 
 CASES = cases.selected(gpu=True)
 DIRECTIONS = ("h2d", "d2h", "d2d")
+TMA = pytest.param("tma", marks=needs_bulk_copies)
 
 
 def register(*arguments, **options):
@@ -44,8 +52,8 @@ def put(tensor, place):
 
 
 @settings(max_examples=100)
-@given(transfers(), st.sampled_from([*DIRECTIONS, "h2h"]), st.booleans())
-def test_any_two_pools_exchange_exactly_the_named_rows(transfer, direction, gpu_indices):
+@given(transfers(), st.sampled_from([*DIRECTIONS, "h2h"]), st.booleans(), st.booleans())
+def test_any_two_pools_exchange_exactly_the_named_rows(transfer, direction, gpu_indices, auto):
     sides = {
         name: cases.Pool(pool.spec, put(pool.storage, place))
         for name, pool, place in (
@@ -57,7 +65,7 @@ def test_any_two_pools_exchange_exactly_the_named_rows(transfer, direction, gpu_
         name: getattr(transfer, name).cuda() if gpu_indices else getattr(transfer, name)
         for name in ("dst_indices", "src_indices")
     }
-    check_transfer(replace(transfer, **sides, **indices), sgl_kvio.transfer)
+    check_transfer(replace(transfer, **sides, **indices), sgl_kvio.transfer if auto else register)
 
 
 def many_rows(shape, slots, row_bytes, place, seed):
@@ -91,7 +99,7 @@ def test_a_call_of_many_rows_is_exact_with_any_number_of_ctas(direction, shape, 
     at, frm = at.cuda(), frm.cuda()
     for num_blocks in (0, 1, 2, 7):
         block.copy_(poison)
-        sgl_kvio.transfer(dst, src, at, frm, num_blocks=num_blocks)
+        sgl_kvio.transfer(dst, src, at, frm, num_blocks=num_blocks, backend="register")
         torch.cuda.synchronize()
         assert_same_bytes(block, want, f"destination, num_blocks={num_blocks}")
 
@@ -110,7 +118,7 @@ def test_the_last_bytes_of_a_row_arrive_however_few_rows_there_are(direction, co
     at, frm = torch.arange(count) + 3, torch.arange(count).flip(0)
     want = blocks[1].cpu().clone()
     want[:, :, :row_bytes] = moved(dst, src, at, frm)
-    sgl_kvio.transfer(dst, src, at.cuda(), frm.cuda())
+    sgl_kvio.transfer(dst, src, at.cuda(), frm.cuda(), backend="register")
     torch.cuda.synchronize()
     assert_same_bytes(blocks[1], want, "destination")
 
@@ -139,14 +147,16 @@ def test_whole_pages_are_exact_however_long(backend, direction, page_size, row_b
 
 @pytest.mark.parametrize("index_place", ["cpu", "cuda"])
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 64, 256, 257, 600])
-def test_one_call_serves_many_buffers(count, index_place):
+@pytest.mark.parametrize("backend", ["register", TMA, "copy_engine"])
+def test_one_call_serves_many_buffers(backend, count, index_place):
+    if (backend, index_place) == ("copy_engine", "cuda"):
+        pytest.skip("the copy engine needs CPU indices")
     content = cases.contiguous_pool((count, 8, 2, 20), torch.bfloat16, 0)
     src, dst = content.pin_memory(), torch.zeros_like(content, device="cuda")
     at, frm = torch.tensor([6, 0, 3]), torch.tensor([1, 7, 1])
     want = torch.stack([moved(dst[i], src[i], at, frm) for i in range(count)])
-    sgl_kvio.transfer(
-        list(dst.unbind(0)), list(src.unbind(0)), at.to(index_place), frm.to(index_place)
-    )
+    lists = list(dst.unbind(0)), list(src.unbind(0))
+    sgl_kvio.transfer(*lists, at.to(index_place), frm.to(index_place), backend=backend)
     assert_same_bytes(dst, want, "destination")
 
 
@@ -234,6 +244,29 @@ def test_threads_with_streams_of_their_own_may_call_at_the_same_time():
         list(threads.map(restore, zip(dst, src, strict=True)))
     for d, s in zip(dst, src, strict=True):
         assert_same_bytes(d, moved(torch.zeros_like(s), s, at, frm), "destination")
+
+
+@pytest.mark.parametrize("call", ["transfer", "memcpy_batch"])
+@pytest.mark.parametrize("index_place", ["cpu", "cuda"])
+def test_the_first_gpu_call_of_a_thread_may_be_ours(call, index_place):
+    """A new thread has no context yet, and the driver then knows no page-locked memory."""
+    src = cases.contiguous_pool((64, 2, 8), torch.float32, 0).pin_memory()
+    dst = torch.zeros_like(src, device="cuda")
+    at = torch.arange(64, device=index_place)
+    sgl_kvio.transfer(dst, src, at, at)  # what a process looks up once is known from here on
+    dst.zero_()
+    torch.cuda.synchronize()
+
+    def restore():
+        if call == "transfer":
+            sgl_kvio.transfer(dst, src, at, at)
+        else:
+            sgl_kvio.memcpy_batch([dst], [src], [0], [0], [src.nbytes])
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(restore).result()
+    torch.cuda.synchronize()
+    assert_same_bytes(dst, src, "destination")
 
 
 @pytest.mark.parametrize("layout", cases.HOST_LAYOUTS)

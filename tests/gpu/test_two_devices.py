@@ -28,9 +28,11 @@ def test_moves_rows_of_either_gpu_whatever_the_current_one_is(case, current):
         assert torch.cuda.current_device() == current
 
 
-@pytest.mark.parametrize("index_place", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("index_place", "backend"), [("cpu", "auto"), ("cuda", "auto"), ("cpu", "copy_engine")]
+)
 @pytest.mark.parametrize("direction", ["h2d", "d2h", "d2d"])
-def test_calls_to_both_gpus_may_alternate(direction, index_place):
+def test_calls_to_both_gpus_may_alternate(direction, index_place, backend):
     sides = [pools(direction, f"cuda:{index}", 10 * index) for index in range(2)]
     want = [pool[0].cpu().clone() for pool in sides]
     for round_number in range(4):
@@ -39,7 +41,7 @@ def test_calls_to_both_gpus_may_alternate(direction, index_place):
             at, frm = (torch.randperm(64, generator=generator)[:20] for _ in range(2))
             want[index] = moved(want[index], src, at, frm)
             place = "cpu" if index_place == "cpu" else f"cuda:{index}"
-            sgl_kvio.transfer(dst, src, at.to(place), frm.to(place))
+            sgl_kvio.transfer(dst, src, at.to(place), frm.to(place), backend=backend)
     for index, (dst, _) in enumerate(sides):
         torch.cuda.synchronize(index)
         assert_same_bytes(dst, want[index], f"destination of cuda:{index}")
@@ -59,11 +61,13 @@ def test_one_registration_serves_both_gpus():
         sgl_kvio.host_unregister(block, 1)
 
 
-@pytest.mark.parametrize("index_place", ["cpu", "cuda:1"])
-def test_the_current_stream_of_the_tensors_gpu_is_the_one_that_counts(index_place):
+@pytest.mark.parametrize(
+    ("index_place", "backend"), [("cpu", "auto"), ("cuda:1", "auto"), ("cpu", "copy_engine")]
+)
+def test_the_current_stream_of_the_tensors_gpu_is_the_one_that_counts(index_place, backend):
     dst, src = pools("h2d", "cuda:1")
     at, frm = (torch.arange(start, start + 32).to(index_place) for start in (0, 32))
-    sgl_kvio.transfer(dst, src, at, frm)
+    sgl_kvio.transfer(dst, src, at, frm, backend=backend)
     want = moved(torch.zeros_like(src), src, at.cpu(), frm.cpu())
     torch.cuda.synchronize(1)
     stream = torch.cuda.Stream(device="cuda:1")
@@ -72,7 +76,7 @@ def test_the_current_stream_of_the_tensors_gpu_is_the_one_that_counts(index_plac
         dst.zero_()
         busy = not stream.query()
         with torch.cuda.device(0):
-            sgl_kvio.transfer(dst, src, at, frm)
+            sgl_kvio.transfer(dst, src, at, frm, backend=backend)
         waited = busy and stream.query()
     stream.synchronize()
     assert_same_bytes(dst, want, "destination")

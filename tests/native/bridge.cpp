@@ -492,6 +492,7 @@ void bind_facts(py::module_& m) {
       .def_readwrite("payload_bytes", &BackendFacts::payload_bytes)
       .def_readwrite("host_span_bytes", &BackendFacts::host_span_bytes)
       .def_readwrite("prefer", &BackendFacts::prefer)
+      .def_readwrite("tma_single_rows", &BackendFacts::tma_single_rows)
       .def_property(
           "tma_refusal",
           [](const BackendFacts& f) {

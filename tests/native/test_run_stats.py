@@ -40,7 +40,11 @@ def test_runs_are_counted_as_they_are_listed(kvio, case):
         one_an_index += request.num_indices * buffers
     joined = joined_pages(case, request)
     got_runs, got_stretches = kvio.count_runs(request)
-    assert got_runs == (runs if joined is None else joined)
+    if are_packed(request):
+        assert got_runs == (runs if joined is None else joined)
+    else:
+        # Buffers that lie between each other may close the gaps of each.
+        assert kvio.count_copy_entries(request) <= got_runs <= runs
     # Pages that do not nest are not worth a walk where rows are apart anyway.
     allowed = {stretches} if are_packed(request) else {stretches, one_an_index}
     assert got_stretches in allowed
@@ -102,6 +106,8 @@ def layers_case(dst_layout, src_layout, at, frm, **options):
         ("page_first_direct", "page_first_direct", 3, 3 * 3),  # all layers of a page at once
         ("layer_first", "page_first", 3 * 12, 3 * 2),
         ("page_head", "layer_first", 3 * 24, 3 * 3),
+        ("page_first", "page_first", 2, 3 * 2),  # all layers of a token at once
+        ("page_first", "page_first_direct", 3 * 12, 3 * 3),
     ],
 )
 def test_runs_of_three_pages_of_three_layers(kvio, dst, src, runs, stretches):
