@@ -137,7 +137,7 @@ def test_page_bytes_are_what_the_gpu_wrote():
 
 def test_staging_lies_on_the_pools_device_and_is_shared():
     with make() as pool:
-        page = -(-pool.page_nbytes // 256) * 256
+        page = pool.staging(1).numel()
         staging = pool.staging(3 * page)
         assert (staging.device, staging.numel()) == (pool.device, 3 * page)
         assert staging.data_ptr() % 256 == 0
@@ -148,7 +148,7 @@ def test_staging_lies_on_the_pools_device_and_is_shared():
 def test_staging_may_be_used_at_once_on_a_stream_that_did_not_make_it():
     """Its memory came from a tensor that a queued kernel still writes to."""
     with make() as pool:
-        size = 100 * (-(-pool.page_nbytes // 256) * 256)
+        size = 100 * pool.staging(1).numel()
         before, side = torch.zeros(size, dtype=torch.uint8, device="cuda"), torch.cuda.Stream()
         torch.cuda._sleep(SLEEP_CYCLES)
         before.fill_(1)
