@@ -22,8 +22,8 @@ from common import (
     Arena,
     Clock,
     WallClock,
+    change_every_byte,
     device_clock,
-    fill_random,
     host_cost_us,
     new_side_stream,
     synchronize,
@@ -209,11 +209,7 @@ class Job:
 
     def moves_exact_bytes(self) -> bool:
         """Runs call 0 on content that no earlier call has seen and compares all of its rows."""
-        device_pool = self._arena.device[: self.case.device_pool_bytes]
-        if self.case.direction == "H2D":
-            device_pool.zero_()
-        else:
-            fill_random(device_pool)
+        change_every_byte(self._arena.device[: self.case.device_pool_bytes])
         synchronize(self._arena.where)
         with torch.cuda.stream(new_side_stream(self._arena.where)):
             self.call(0)
