@@ -69,7 +69,7 @@ for step in "${steps[@]}"; do
         run crossover-targets 100 python3 bench/crossover.py --targets --out "$out/crossover-targets.json"
         ;;
     interference) run interference 130 python3 bench/interference.py --out "$out/interference.json" ;;
-    write_back) run write_back 200 python3 bench/write_back.py --out "$out/write_back.json" ;;
+    write_back) run write_back 320 python3 bench/write_back.py --out "$out/write_back.json" ;;
     write_back-targets)
         run write_back-targets 60 python3 bench/write_back.py --targets --out "$out/write_back-targets.json"
         ;;
