@@ -112,6 +112,18 @@ def fill_random(flat: torch.Tensor) -> None:
     flat[words:].random_(0, 256)
 
 
+def change_every_byte(flat: torch.Tensor) -> None:
+    """Makes every byte of a 1-D uint8 tensor another one, by one random pattern of 8 bytes.
+
+    What was random stays so. A constant instead would be carried into the other pool by later
+    transfers, and then a row that is not moved could already look right.
+    """
+    pattern = bytes(1 + secrets.randbelow(255) for _ in range(8))
+    words = flat.numel() // 8 * 8
+    flat[:words].view(torch.int64).bitwise_xor_(int.from_bytes(pattern, "little", signed=True))
+    flat[words:].bitwise_not_()
+
+
 @dataclasses.dataclass(frozen=True)
 class Timing:
     """Seconds for one call, over repeats that each ran `calls_per_repeat` calls back to back."""

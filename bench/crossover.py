@@ -43,6 +43,7 @@ from common import (
     RunOptions,
     add_run_options,
     allowed_host_bytes,
+    change_every_byte,
     describe_machine,
     finish,
     host_cost_us,
@@ -410,9 +411,9 @@ class Loads:
         return self.loader.load(*self._indices, index_unit="page")
 
     def moves_exact_bytes(self) -> bool:
-        """Loads into a wiped device pool and compares every layer with a gather by torch."""
+        """Loads over other bytes and compares every layer with a gather by torch."""
         arena, case = self._arena, self._case
-        arena.device[: case.device_pool_bytes].zero_()
+        change_every_byte(arena.device[: case.device_pool_bytes])
         self.load().synchronize()
         arena.refresh_mirror(0)
         mirror = pool_layers(arena.mirror, case, self._layout, case.pool_slots)

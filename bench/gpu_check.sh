@@ -6,6 +6,7 @@
 #
 #   tests demo targets full                 tests/gpu, the demo, bench/transfer.py --targets and in full
 #   crossover crossover-targets interference   bench/crossover.py in full and --targets, bench/interference.py
+#   write_back write_back-targets           bench/write_back.py in full and --targets
 #   memcheck racecheck synccheck            compute-sanitizer; memcheck over tests/gpu, the other two over the tma tests
 #
 # MEMCHECK_TESTS="FILE..." narrows memcheck down, MEMCHECK_PART=1/2 takes every second file of tests/gpu (2/2 the others).
@@ -68,6 +69,10 @@ for step in "${steps[@]}"; do
         run crossover-targets 100 python3 bench/crossover.py --targets --out "$out/crossover-targets.json"
         ;;
     interference) run interference 130 python3 bench/interference.py --out "$out/interference.json" ;;
+    write_back) run write_back 320 python3 bench/write_back.py --out "$out/write_back.json" ;;
+    write_back-targets)
+        run write_back-targets 60 python3 bench/write_back.py --targets --out "$out/write_back-targets.json"
+        ;;
     memcheck)
         mapfile -t chosen < <(memcheck_tests)
         sanitize memcheck "${chosen[@]}"

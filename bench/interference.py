@@ -18,7 +18,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -449,6 +449,20 @@ class Series:
         }
 
 
+def takers_of(run: Recorder, wanted: Iterable[Provider], seconds: float) -> list[Series]:
+    """Checks every transfer and takes its rate alone; says which ones cannot take part and why."""
+    takers = []
+    for provider in wanted:
+        call = caller_of(run, provider)
+        if call is None:
+            why = (run.refused or run.skipped or [{"reason": "wrong bytes"}])[-1]["reason"]
+            print(f"without {provider.direction} {provider.name}: {why}")
+            continue
+        rate = alone_rate(call, provider.payload_bytes, run.device, seconds)
+        takers.append(Series(provider, call, rate, [], []))
+    return takers
+
+
 def measure_loop(
     run: Recorder, loop: Loop, takers: Sequence[Series], rounds: int
 ) -> list[dict[str, Any]]:
@@ -549,15 +563,8 @@ def measure(options: RunOptions) -> dict[str, Any]:
         seed=options.seed,
     )
     print_ceilings(run.ceilings)
-    takers = []
-    for provider in providers(options.device, amount.directions):
-        call = caller_of(run, provider)
-        if call is None:
-            why = (run.refused or run.skipped or [{"reason": "wrong bytes"}])[-1]["reason"]
-            print(f"without {provider.direction} {provider.name}: {why}")
-            continue
-        rate = alone_rate(call, provider.payload_bytes, options.device, amount.window_s)
-        takers.append(Series(provider, call, rate, [], []))
+    wanted = providers(options.device, amount.directions)
+    takers = takers_of(run, wanted, amount.window_s)
     steps = loop_steps(options.device)
     for name in amount.loops:
         loop = Loop(name, steps[name](), options.device, amount.window_s)

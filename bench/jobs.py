@@ -22,8 +22,8 @@ from common import (
     Arena,
     Clock,
     WallClock,
+    change_every_byte,
     device_clock,
-    fill_random,
     host_cost_us,
     new_side_stream,
     synchronize,
@@ -38,6 +38,8 @@ SM_BACKENDS = ("register", "tma")
 GPU_BACKENDS = (*SM_BACKENDS, "copy_engine")
 # What a torch user would write without this library.
 TORCH_PATHS = ("torch_index", "torch_fancy")
+# The same for whole pages of a page-first pool: gather on the GPU, then one copy a page.
+TORCH_PAGES = "torch_pages"
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Case:
     device_slots: int = 0
     indices: str = ""
     prefer: str = "throughput"
+    staging_bytes: int = 0
 
     @property
     def kind(self) -> str:
@@ -103,7 +106,7 @@ class Case:
     @property
     def index_place(self) -> str:
         """Where the indices lie: "gpu", "cpu", or "own" (each list beside its pool)."""
-        if self.backend in TORCH_PATHS:
+        if self.backend in (*TORCH_PATHS, TORCH_PAGES):
             return "own"
         if self.indices:
             return self.indices
@@ -189,7 +192,8 @@ class Job:
         self._host = pool_layers(arena.host, case, case.layout, case.pool_slots)
         self._far = pool_layers(arena.device, case, "layer_first", case.device_pool_slots)
         self._sets = self._draw_sets(generator)
-        self._move = mover(case)
+        staging = torch.empty(case.staging_bytes, dtype=torch.uint8, device=arena.where)
+        self._move = mover(case, staging)
 
     def call(self, number: int) -> None:
         """Call `number` of many: other rows, or another layer, than the calls before it."""
@@ -205,11 +209,7 @@ class Job:
 
     def moves_exact_bytes(self) -> bool:
         """Runs call 0 on content that no earlier call has seen and compares all of its rows."""
-        device_pool = self._arena.device[: self.case.device_pool_bytes]
-        if self.case.direction == "H2D":
-            device_pool.zero_()
-        else:
-            fill_random(device_pool)
+        change_every_byte(self._arena.device[: self.case.device_pool_bytes])
         synchronize(self._arena.where)
         with torch.cuda.stream(new_side_stream(self._arena.where)):
             self.call(0)
@@ -272,21 +272,25 @@ class Job:
         return wanted.to(getattr(torch, self.case.index_dtype))
 
 
-def mover(case: Case) -> Callable[..., None]:
+def mover(case: Case, staging: torch.Tensor | None = None) -> Callable[..., None]:
     """The function that moves rows: (dst, src, dst_indices, src_indices) -> None."""
     if case.backend == "torch_index":
         return _torch_index
     if case.backend == "torch_fancy":
         return _torch_fancy
-    options: dict[str, Any] = {} if case.prefer == "throughput" else {"prefer": case.prefer}
-    return functools.partial(
-        sgl_kvio.transfer,
-        page_size=case.page_size,
-        index_unit=case.index_unit,
-        backend=case.backend,
-        num_blocks=case.num_blocks,
-        **options,
-    )
+    if case.backend == TORCH_PAGES:
+        move_pages = _torch_pages_in if case.direction == "H2D" else _torch_pages_out
+        return functools.partial(move_pages, page_size=case.page_size, buffers=case.buffers)
+    options: dict[str, Any] = {
+        "page_size": case.page_size,
+        "index_unit": case.index_unit,
+        "num_blocks": case.num_blocks,
+    }
+    if case.backend == "staged":
+        return functools.partial(sgl_kvio.transfer_staged, staging=staging, **options)
+    if case.prefer != "throughput":
+        options["prefer"] = case.prefer
+    return functools.partial(sgl_kvio.transfer, backend=case.backend, **options)
 
 
 def _torch_index(
@@ -316,6 +320,62 @@ def _torch_fancy(
     """What one writes first: `dst[i] = src[j].to(device)`."""
     for target, source in zip(dst, src, strict=True):
         target[dst_indices] = source[src_indices].to(target.device)
+
+
+def _torch_pages_out(
+    dst: list[torch.Tensor],
+    src: list[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    page_size: int,
+    buffers: int,
+) -> None:
+    """Write-back of whole pages: one gather on the GPU, then an asynchronous copy for each page."""
+    for first in range(buffers):
+        host, far = _page_pairs(dst[first::buffers], src[first::buffers], page_size)
+        packed = far[src_indices].contiguous()
+        for place, page in enumerate(dst_indices.tolist()):
+            host[page].copy_(packed[place], non_blocking=True)
+
+
+def _torch_pages_in(
+    dst: list[torch.Tensor],
+    src: list[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    page_size: int,
+    buffers: int,
+) -> None:
+    """Restore of whole pages: an asynchronous copy for each page, then one scatter on the GPU."""
+    for first in range(buffers):
+        host, far = _page_pairs(src[first::buffers], dst[first::buffers], page_size)
+        shape = (src_indices.numel(), *host.shape[1:])
+        packed = torch.empty(shape, dtype=far.dtype, device=far.device)
+        for place, page in enumerate(src_indices.tolist()):
+            packed[place].copy_(host[page], non_blocking=True)
+        far[dst_indices] = packed
+
+
+def _page_pairs(
+    host: list[torch.Tensor], far: list[torch.Tensor], page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both pools of one buffer as [pages, ...], in the order in which a host page is contiguous."""
+    sides = _by_page(host, page_size), _by_page(far, page_size)
+    if sides[0][0].is_contiguous():
+        return sides
+    return sides[0].transpose(1, 2), sides[1].transpose(1, 2)
+
+
+def _by_page(layers: list[torch.Tensor], page_size: int) -> torch.Tensor:
+    """The evenly spaced views of all layers as one view [pages, tokens, layers, heads, dim]."""
+    first = layers[0]
+    paged = first if first.dim() == 4 else first.unflatten(0, (-1, page_size))
+    step = layers[1].storage_offset() - first.storage_offset() if len(layers) > 1 else 0
+    sizes = (*paged.shape[:2], len(layers), *paged.shape[2:])
+    strides = (*paged.stride()[:2], step, *paged.stride()[2:])
+    return torch.as_strided(first, sizes, strides, first.storage_offset())
 
 
 class Recorder:
@@ -409,6 +469,8 @@ class Recorder:
         if not job.moves_exact_bytes():
             self.note_wrong_bytes(case.as_record())
             return None
+        if case.direction == "D2H":
+            self.arena.note_written(case.pool_bytes)  # by the calls to come
         return job
 
     def call_cost(

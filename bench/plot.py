@@ -4,7 +4,9 @@
 
 transfer: GB/s against the ceiling, restore left, write-back right, by number of CTAs (on a CPU,
 which has none, by row size). crossover: GB/s by run length. interference: what each transfer costs
-the computation beside it, and what it moves then. Needs matplotlib (`pip install sgl_kvio[bench]`).
+the computation beside it, and what it moves then. write_back: GB/s by the bytes of a page and by
+pages a call, and what staging costs the computation beside it. Needs matplotlib
+(`pip install sgl_kvio[bench]`).
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ def draw(result_path: Path, png_path: Path, backend: str | None = None) -> None:
         draw_crossover(result, result_path.name).savefig(png_path)
     elif question == "interference":
         draw_interference(result, result_path.name).savefig(png_path)
+    elif question == "write_back":
+        draw_write_back(result, result_path.name).savefig(png_path)
     else:
         draw_transfer(result, result_path.name, backend).savefig(png_path)
 
@@ -144,22 +148,124 @@ def draw_interference(result: Record, name: str) -> Figure:
                 for record in records
                 if (record["loop"], record["direction"]) == (loop, direction)
             }
-            places = [names.index(provider) for provider in bars]
-            costs = [100 * (record["slowdown"] - 1) for record in bars.values()]
-            axis.barh(places, costs, color=ROW_COLOURS[0])
-            for place, cost, record in zip(places, costs, bars.values(), strict=True):
-                rate = record["gbps_beside"]
-                words = f" {cost:+.1f}%" + ("" if rate is None else f", {rate:.1f} GB/s")
-                axis.annotate(words, (max(cost, 0.0), place), va="center", fontsize=7)
-            axis.set_yticks(range(len(names)), names, fontsize=8)
-            axis.set_xlim(left=min(0.0, *costs), right=1.7 * max(*costs, 1.0))
-            axis.set_ylim(len(names) - 0.5, -0.5)
+            _draw_costs(axis, bars, names)
             axis.set_title(f"{loop}, {direction}", fontsize=10)
-            axis.spines[["top", "right"]].set_visible(False)
     for axis in axes[-1]:
         axis.set_xlabel("more compute time, %")
     _title(figure, result, "What a transfer costs the computation beside it")
     return figure
+
+
+def draw_write_back(result: Record, name: str) -> Figure:
+    """Restore left, write-back right; a row of panels for each section that was measured."""
+    shapes, pages = (_of_section(result, section) for section in ("shapes", "pages"))
+    beside = result["beside"]
+    loops = list(dict.fromkeys(record["loop"] for record in beside))
+    names = list(dict.fromkeys(record["provider"] for record in beside))
+    heights = [4.2] * (bool(shapes) + bool(pages)) + [0.8 + 0.28 * len(names)] * len(loops)
+    if not heights:
+        raise ValueError(f"plot: {name} has no figures of sections shapes, pages or beside")
+    figure = Figure(figsize=(12, 0.6 + sum(heights)), dpi=150, layout="constrained")
+    grid = figure.subplots(len(heights), 2, squeeze=False, height_ratios=heights)
+    rows = iter(grid)
+    for records, draw_panel in ((shapes, _draw_by_page_bytes), (pages, _draw_by_pages)):
+        if not records:
+            continue
+        axes = next(rows)
+        for axis, direction in zip(axes, PANELS, strict=True):
+            _draw_ceiling(axis, result["ceilings"][direction]["gbps_median"])
+            draw_panel(axis, [r for r in records if r["direction"] == direction])
+            axis.set_title(PANELS[direction], fontsize=11)
+            _finish_axis(axis)
+        axes[0].set_ylabel("GB/s of payload")
+        axes[0].legend(frameon=False, fontsize=7, ncols=2)
+    for loop in loops:
+        for axis, direction in zip(next(rows), PANELS, strict=True):
+            key = (loop, direction)
+            bars = {r["provider"]: r for r in beside if (r["loop"], r["direction"]) == key}
+            axis.set_title(f"beside {loop}, {direction}: more compute time, %", fontsize=10)
+            _draw_costs(axis, bars, names)
+    _title(figure, result, "kvio::transfer_staged beside kvio::transfer, page-first host pools")
+    return figure
+
+
+def _of_section(result: Record, section: str) -> list[Record]:
+    return [record for record in result["records"] if record["section"] == section]
+
+
+def _way_colours(records: Sequence[Record]) -> dict[str, str]:
+    """By backend, in the order of measuring, which is the same in every panel."""
+    backends = dict.fromkeys(record["backend"] for record in records)
+    return dict(zip(backends, (*ROW_COLOURS, "#56B4E9", TORCH_COLOUR), strict=False))
+
+
+def _draw_by_page_bytes(axis: Axes, records: Sequence[Record]) -> None:
+    """A point for each shape of a page: filled for token-major pages, hollow for layer-major."""
+    for backend, colour in _way_colours(records).items():
+        for layout, face in (("page_first", colour), ("page_first_direct", "none")):
+            points = [r for r in records if (r["backend"], r["layout"]) == (backend, layout)]
+            axis.scatter(
+                [record["page_bytes"] for record in points],
+                [record["gbps_median"] for record in points],
+                s=18,
+                edgecolors=colour,
+                facecolors=face,
+                linewidths=0.9,
+                label=f"{backend}, {layout.replace('_', '-')}" if points else None,
+            )
+    _log_ticks(axis, "a page: all layers, K and V", records, "page_bytes")
+
+
+def _draw_by_pages(axis: Axes, records: Sequence[Record]) -> None:
+    """A line for each way and size of a page, dashed for the larger pages."""
+    sizes = sorted({record["page_bytes"] for record in records})
+    for backend, colour in _way_colours(records).items():
+        for size, style in zip(sizes, ("-", "--"), strict=False):
+            line = [r for r in records if (r["backend"], r["page_bytes"]) == (backend, size)]
+            line.sort(key=lambda record: record["pages"])
+            axis.plot(
+                [record["pages"] for record in line],
+                [record["gbps_median"] for record in line],
+                color=colour,
+                linestyle=style,
+                marker="o",
+                markersize=3,
+                label=f"{backend}, {_bytes_words(size)}" if line else None,
+            )
+    axis.set_xscale("log", base=2)
+    counts = [1 << power for power in range(9)]
+    axis.set_xticks(counts, [str(count) for count in counts])
+    axis.minorticks_off()
+    axis.set_xlabel("pages a call")
+
+
+def _log_ticks(axis: Axes, label: str, records: Sequence[Record], field: str) -> None:
+    """A logarithmic axis of bytes with a tick for each power of 4."""
+    most = max((record[field] for record in records), default=1 << 20)
+    least = min((record[field] for record in records), default=1 << 20)
+    ticks = [1 << power for power in range(10, 32, 2) if least <= 4 << power and 1 << power <= most]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [_bytes_words(tick) for tick in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel(label)
+
+
+def _draw_costs(axis: Axes, bars: dict[str, Record], names: Sequence[str]) -> None:
+    """A bar a provider: how much longer the computation takes, and the transfer's rate then."""
+    if not bars:
+        axis.set_axis_off()
+        return
+    places = [names.index(provider) for provider in bars]
+    costs = [100 * (record["slowdown"] - 1) for record in bars.values()]
+    axis.barh(places, costs, color=ROW_COLOURS[0])
+    for place, cost, record in zip(places, costs, bars.values(), strict=True):
+        rate = record["gbps_beside"]
+        words = f" {cost:+.1f}%" + ("" if rate is None else f", {rate:.1f} GB/s")
+        axis.annotate(words, (max(cost, 0.0), place), va="center", fontsize=7)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.set_xlim(left=min(*costs, 0.0), right=1.7 * max(*costs, 1.0))
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _title(figure: Figure, result: Record, what: str) -> None:

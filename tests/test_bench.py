@@ -227,7 +227,102 @@ def test_interference_ratios_lie_between_their_extremes(interference: dict[str, 
         assert record["beside_us"] > 0
 
 
-@pytest.mark.parametrize("name", ["crossover", "interference"])
+# ------------------------------------------------------------------------------------ write_back
+
+
+@pytest.fixture(scope="module")
+def write_back(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_bench("write_back", tmp_path_factory.mktemp("write_back"))
+
+
+def records_of(result: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    return [record for record in result["records"] if record["section"] == section]
+
+
+def test_write_back_compares_staged_direct_and_torch_for_every_layout_both_ways(
+    write_back: dict[str, Any],
+) -> None:
+    assert write_back["mismatches"] == write_back["refused"] == write_back["skipped"] == []
+    cells: dict[Any, set[str]] = {}
+    for record in records_of(write_back, "shapes"):
+        assert 0 < record["gbps_min"] <= record["gbps_median"] <= record["gbps_max"] < math.inf
+        key = (record["direction"], record["layout"], record["kind"])
+        cells.setdefault(key, set()).add(record["backend"])
+    assert set(cells) == {
+        (direction, layout, kind)
+        for direction in ("H2D", "D2H")
+        for layout in ("page_first", "page_first_direct")
+        for kind in ("mha", "mla")
+    }
+    for backends in cells.values():
+        assert backends >= {"staged", "cpu", "auto", "torch_pages"}
+
+
+def test_write_back_names_the_staging_buffer_of_every_staged_figure(
+    write_back: dict[str, Any],
+) -> None:
+    for record in write_back["records"]:
+        least = record["page_bytes"] if record["backend"] == "staged" else 0
+        assert record["staging_bytes"] >= least
+        assert bool(record["staging_bytes"]) == (record["backend"] == "staged")
+    swept = {
+        record["staging_bytes"] // record["page_bytes"]
+        for record in records_of(write_back, "staging")
+    }
+    assert len(swept) >= 3
+    assert min(swept) == 1
+
+
+def test_write_back_counts_every_byte_of_every_page_once(write_back: dict[str, Any]) -> None:
+    for record in write_back["records"]:
+        row_of_all_layers = record["row_bytes"] * record["buffers"] * record["layers_per_call"]
+        assert record["page_bytes"] == record["page_size"] * row_of_all_layers
+        rate = record["pages"] * record["page_bytes"] / (record["us_per_call"] * 1e3)
+        assert record["gbps_median"] == pytest.approx(rate, rel=1e-3)
+
+
+def test_write_back_times_single_calls_and_their_host_cost(write_back: dict[str, Any]) -> None:
+    pages = records_of(write_back, "pages")
+    assert len({record["pages"] for record in pages}) >= 2
+    assert all(record["latency_us"] > 0 for record in pages)
+    costs = write_back["call_costs"]
+    assert {(cost["backend"], cost["direction"]) for cost in costs} == {
+        (backend, direction)
+        for backend in ("staged", "cpu", "auto")
+        for direction in ("H2D", "D2H")
+    }
+    for cost in costs:
+        a_page = cost["cpu_us_median"] / cost["pages"]
+        assert cost["cpu_us_per_page"] == pytest.approx(a_page, rel=1e-4)
+
+
+def test_write_back_runs_staged_and_direct_beside_both_products(
+    write_back: dict[str, Any],
+) -> None:
+    seen = {
+        (record["loop"], record["backend"])
+        for record in write_back["beside"]
+        if "backend" in record
+    }
+    assert seen == {
+        (loop, backend) for loop in ("matmul", "decode") for backend in ("staged", "cpu", "auto")
+    }
+    for record in write_back["beside"]:
+        assert 0 < record["slowdown_min"] <= record["slowdown"] <= record["slowdown_max"]
+        assert record["covered"], "a transfer ran for only a part of the loop"
+
+
+def test_write_back_measures_the_sections_that_it_is_told_to(tmp_path: Path) -> None:
+    result = run_bench("write_back", tmp_path, "--sections", "staging")
+    assert result["sections"] == ["staging"]
+    assert {record["section"] for record in result["records"]} == {"staging"}
+    assert result["call_costs"] == result["beside"] == []
+
+
+# ------------------------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("name", ["crossover", "interference", "write_back"])
 def test_every_result_is_drawn_and_names_none_of_its_folders(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -240,7 +335,7 @@ def test_every_result_is_drawn_and_names_none_of_its_folders(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("name", ["crossover", "interference"])
+@pytest.mark.parametrize("name", ["crossover", "interference", "write_back"])
 def test_other_benches_fail_when_a_call_misses_a_row(name: str, tmp_path: Path) -> None:
     out = tmp_path / "wrong.json"
     program = f"""
@@ -248,10 +343,12 @@ import sys
 sys.path.insert(0, {str(BENCH)!r})
 import sgl_kvio
 from sgl_kvio import ops
-whole = sgl_kvio.transfer
-def all_but_the_last_row(dst, src, dst_indices, src_indices, **options):
-    whole(dst, src, dst_indices[:-1], src_indices[:-1], **options)
-sgl_kvio.transfer = ops.transfer = all_but_the_last_row
+def cut(whole):
+    def all_but_the_last_row(dst, src, dst_indices, src_indices, **options):
+        whole(dst, src, dst_indices[:-1], src_indices[:-1], **options)
+    return all_but_the_last_row
+sgl_kvio.transfer = ops.transfer = cut(sgl_kvio.transfer)
+sgl_kvio.transfer_staged = cut(sgl_kvio.transfer_staged)
 import {name}
 sys.exit({name}.main({[*TINY, "--out", str(out)]!r}))
 """
@@ -260,7 +357,9 @@ sys.exit({name}.main({[*TINY, "--out", str(out)]!r}))
     result = json.loads(out.read_text())
     assert result["mismatches"]
     assert result.get("loads", []) == []
-    assert all(record.get("provider") == "contiguous copy" for record in result["records"])
+    right = [*result["records"], *result.get("beside", [])]
+    whole = ("torch_pages", "torch_index")
+    assert all(r.get("provider") == "contiguous copy" or r["backend"] in whole for r in right)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +367,8 @@ sys.exit({name}.main({[*TINY, "--out", str(out)]!r}))
     [
         ("crossover", ["--sections", "runs,magic"], "magic"),
         ("crossover", ["--targets"], "needs a GPU"),
+        ("write_back", ["--sections", "shapes,magic"], "magic"),
+        ("write_back", ["--targets"], "needs a GPU"),
         ("interference", ["--rounds", "2"], "--rounds"),
     ],
 )
