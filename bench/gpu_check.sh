@@ -9,10 +9,11 @@
 #   write_back write_back-targets           bench/write_back.py in full and --targets
 #   memcheck racecheck synccheck            compute-sanitizer; memcheck over tests/gpu, the other two over the tma tests
 #
-# MEMCHECK_TESTS="FILE..." narrows memcheck down, MEMCHECK_PART=1/2 takes every second file of tests/gpu (2/2 the others).
+# MEMCHECK_TESTS="FILE..." narrows memcheck down; MEMCHECK_PART=1/4 takes every fourth case of every test (2/4, 3/4 and 4/4
+# the others): all of tests/gpu at once takes longer than a quarter of an hour.
 # Logs, result files and the seconds each step took go to OUTDIR. Exit status 1 when a step failed. Seen on an H200:
-# tests 65-95 s, demo 20 s, targets 30 s, full about 130 s, memcheck about 350 s with 12 workers on a fast CPU and more
-# than 600 s on a slow one.
+# tests about 95 s for 2,300 cases, demo 20 s, targets 30 s, full about 135 s, memcheck 3 to 7 cases a second with 12
+# workers, depending on the CPU.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:?usage: bench/gpu_check.sh OUTDIR [STEP...]}
@@ -31,19 +32,6 @@ run() { # NAME LINES COMMAND...: runs COMMAND, shows the last LINES lines of its
     tail -n "$lines" "$out/$name.log"
     echo "== $name: exit $status, $((SECONDS - start)) s"
     ((status == 0)) || failed=1
-}
-
-memcheck_tests() { # the test files that memcheck runs, one a line
-    local files=(tests/gpu) part=${MEMCHECK_PART:-1/1} i
-    [[ -n ${MEMCHECK_TESTS:-} ]] && read -ra files <<<"$MEMCHECK_TESTS"
-    if [[ $part != 1/1 ]]; then
-        [[ -n ${MEMCHECK_TESTS:-} ]] || files=(tests/gpu/test_*.py)
-        for i in "${!files[@]}"; do
-            ((i % ${part#*/} == ${part%/*} - 1)) && printf '%s\n' "${files[i]}"
-        done
-        return
-    fi
-    printf '%s\n' "${files[@]}"
 }
 
 sanitize() { # TOOL TESTS...: runs the tests under a tool of compute-sanitizer
@@ -74,8 +62,8 @@ for step in "${steps[@]}"; do
         run write_back-targets 60 python3 bench/write_back.py --targets --out "$out/write_back-targets.json"
         ;;
     memcheck)
-        mapfile -t chosen < <(memcheck_tests)
-        sanitize memcheck "${chosen[@]}"
+        read -ra chosen <<<"${MEMCHECK_TESTS:-tests/gpu}"
+        KVIO_TEST_PART=${MEMCHECK_PART:-1/1} sanitize memcheck "${chosen[@]}"
         ;;
     racecheck | synccheck) sanitize "$step" tests/gpu/test_tma.py ;;
     *)
