@@ -39,6 +39,8 @@ def _changed(
 
 
 def _as_list(buffers: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(buffers, list):
+        return buffers
     return [buffers] if isinstance(buffers, torch.Tensor) else list(buffers)
 
 

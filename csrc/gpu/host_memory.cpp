@@ -15,6 +15,7 @@ namespace {
 struct Registration {
   uintptr_t end = 0;
   uintptr_t chunk_bytes = 0;
+  int64_t alias_delta = 0;        // device address less host address
   bool closing = false;           // host_unregister is waiting for the GPUs
   std::vector<uintptr_t> chunks;  // addresses handed to the driver, ascending
 };
@@ -112,6 +113,7 @@ void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_i
     }
     delta = this_delta;
   }
+  made.alias_delta = delta;
   registrations().emplace(begin, std::move(made));
 }
 
@@ -143,30 +145,39 @@ void host_unregister(char* data, int64_t nbytes, int device_index) {
   check(op, "unregistering tensor", undone);
 }
 
+// A registration of this library's own: known without asking the driver.
+bool HostTranslator::find_ours(uintptr_t address) {
+  const std::lock_guard<std::mutex> lock(registrations_mutex);
+  const auto* ours = find_registration(address);
+  if (ours == nullptr) return false;
+  begin_ = ours->first;
+  end_ = ours->second.end;
+  chunk_bytes_ = ours->second.chunk_bytes;
+  alias_delta_ = ours->second.alias_delta;
+  return true;
+}
+
+bool HostTranslator::find_others(const char* data) {
+  const HostRange range = query_host_range(data);
+  if (!range.page_locked) return false;
+  begin_ = range.begin;
+  end_ = range.end;
+  chunk_bytes_ = end_ - begin_;
+  alias_delta_ = static_cast<int64_t>(range.alias - range.begin);
+  return true;
+}
+
 char* HostTranslator::device_address(const char* argument, int64_t position, const char* data, int64_t extent) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
   const uintptr_t end = begin + static_cast<uintptr_t>(extent);
   const auto alias = [&] { return reinterpret_cast<char*>(begin + static_cast<uintptr_t>(alias_delta_)); };
   if (begin >= begin_ && end <= end_) return alias();
 
-  const HostRange range = query_host_range(data);
-  if (!range.page_locked) {
+  if (!find_ours(begin) && !find_others(data)) {
     fail(op_, argument, "[", position,
          "] is host memory that is not page-locked, which a GPU kernel must not touch; it "
          "needs sgl_kvio.HostKVPool, torch's pin_memory=True, or torch.ops.kvio.host_register on its storage. Under "
          "torch.compile with aot_eager a pinned destination arrives as a pageable clone: use inductor or call eagerly");
-  }
-  begin_ = range.begin;
-  end_ = range.end;
-  chunk_bytes_ = end_ - begin_;
-  alias_delta_ = static_cast<int64_t>(range.alias - range.begin);
-  {
-    const std::lock_guard<std::mutex> lock(registrations_mutex);
-    if (const auto* ours = find_registration(begin)) {
-      begin_ = ours->first;
-      end_ = ours->second.end;
-      chunk_bytes_ = ours->second.chunk_bytes;
-    }
   }
   if (begin < begin_ || end > end_) {
     fail(op_, argument, "[", position, "] spans ", extent, " bytes but only ", end_ - begin,

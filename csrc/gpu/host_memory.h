@@ -29,6 +29,10 @@ class HostTranslator {
   int64_t bytes_in_chunk(const char* data) const;
 
  private:
+  // Each makes the registration that holds the address the current one; false when there is none.
+  bool find_ours(uintptr_t address);
+  bool find_others(const char* data);
+
   const char* op_;
   uintptr_t begin_ = 0;
   uintptr_t end_ = 0;
