@@ -194,14 +194,15 @@ StagedWork find_pages(const TransferRequest& request, bool host_is_dst) {
 
 StagedHalves halves_of(int64_t staging_bytes, const StagedLayout& layout) {
   const int64_t pages = layout.page_bytes > 0 ? staging_bytes / layout.page_bytes : 0;
-  if (pages < 2) return {pages, pages, pages};
+  if (pages < 2) return {pages, pages, pages, pages};
   const int64_t half = pages / 2;
-  return {half, 2, std::clamp<int64_t>(kLoneChunkBytes / layout.page_bytes, 1, half)};
+  const int64_t lone = std::clamp<int64_t>(kLoneChunkBytes / layout.page_bytes, 1, half);
+  return {half, 2, lone, std::max<int64_t>(1, 2 * kLoneChunkBytes / layout.page_bytes)};
 }
 
 int64_t next_chunk(const StagedHalves& halves, bool host_is_dst, bool lone, int64_t left) {
   const int64_t most = std::min(halves.pages, left);
-  if (!lone || left <= 2 * halves.lone_pages) return most;
+  if (!lone || left <= halves.uncut_pages) return most;
   return host_is_dst ? halves.lone_pages : std::min(most, left - halves.lone_pages);
 }
 

@@ -69,7 +69,8 @@ StagedWork find_pages(const TransferRequest& request, bool host_is_dst);
 struct StagedHalves {
   int64_t pages = 0;
   int64_t count = 0;
-  int64_t lone_pages = 0;  // of a chunk whose relayout runs beside no copy
+  int64_t lone_pages = 0;   // of a chunk whose relayout runs beside no copy
+  int64_t uncut_pages = 0;  // up to which a lone chunk is not worth cutting off
 };
 StagedHalves halves_of(int64_t staging_bytes, const StagedLayout& layout);
 

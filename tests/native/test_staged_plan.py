@@ -274,3 +274,10 @@ def test_which_tokens_make_a_page(kvio, tokens, pages, rest):
     plan, _ = plan_of(kvio, case, 2)
     assert [page for _, found in plan.stretches for page in found] == pages
     assert plan.rest == rest
+
+
+def test_a_call_without_buffers_takes_its_gpu_from_the_staging_buffer(kvio):
+    staging = kvio.Tensor(STAGING_AT, [256], [1], device="gpu")
+    lists = [kvio.Tensor.of_buffer(index_array([])) for _ in range(2)]
+    plan, _ = kvio.staged_plan([], [], *lists, staging, page_size=4)
+    assert plan.num_pages == 0
