@@ -20,6 +20,7 @@ DIRECTIONS = ("write_back", "restore")
 PATTERNS = (
     "permuted",
     "reversed",
+    "neighbours",
     "one_page",
     "all_tokens",
     "mid_page_start",
@@ -87,6 +88,8 @@ class StagedCase:
         card = rng.sample(range(device_slots // size), self.moved)
         if self.pattern == "reversed":
             host, card = sorted(host, reverse=True), sorted(card)
+        if self.pattern == "neighbours":
+            host = list(range(self.moved))  # one copy may take several pages
         if self.pattern == "one_page":
             host, card = host[:1], card[:1]
         if self.pattern == "empty":
@@ -184,4 +187,18 @@ def counts(staged_pages: Sequence[int] = (1, 2, 3, 64)) -> list[StagedCase]:
         for staged in staged_pages
         for direction in DIRECTIONS
         for pattern, dtype in (("permuted", "int32"), ("reversed", "int64"))
+    ] + [
+        StagedCase(
+            kind="mha",
+            row_bytes=1024,
+            direction=direction,
+            pattern="neighbours",
+            page_size=2,
+            pages=70,
+            moved=67,
+            layers=2,
+            staged_pages=staged,
+        )
+        for staged in staged_pages
+        for direction in DIRECTIONS
     ]

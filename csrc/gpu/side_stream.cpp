@@ -1,5 +1,6 @@
 #include "gpu/side_stream.h"
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -36,34 +37,61 @@ bool is_idle(const SideStream::Lease& lease) {
   return error == cudaErrorCapturedEvent;
 }
 
-SideStream::Lease* take_lease(const char* op, int device) {
+// First one whose last call was on the same stream: no query, and calls queued there share one lease instead of taking
+// one each.
+SideStream::Lease* find_lease(int device, Stream caller) {
+  const std::lock_guard<std::mutex> lock(leases_mutex);
+  auto& leases = idle_leases();
+  const auto ours = [&](const SideStream::Lease* lease) { return lease->device == device && lease->caller == caller; };
+  auto found = std::find_if(leases.begin(), leases.end(), ours);
+  if (found == leases.end()) {
+    const auto idle = [&](const SideStream::Lease* lease) { return lease->device == device && is_idle(*lease); };
+    found = std::find_if(leases.begin(), leases.end(), idle);
+  }
+  if (found == leases.end()) return nullptr;
+  SideStream::Lease* lease = *found;
+  leases.erase(found);
+  return lease;
+}
+
+SideStream::Lease* take_lease(const char* op, int device, Stream caller) {
   // Neither query nor creation touches what some other thread may be capturing.
   const RelaxedCapture relaxed;
-  {
-    const std::lock_guard<std::mutex> lock(leases_mutex);
-    auto& idle = idle_leases();
-    for (auto it = idle.begin(); it != idle.end(); ++it) {
-      if ((*it)->device != device || !is_idle(**it)) continue;
-      SideStream::Lease* taken = *it;
-      idle.erase(it);
-      return taken;
-    }
-  }
-  return make_lease(op, device);
+  SideStream::Lease* lease = find_lease(device, caller);
+  if (lease == nullptr) lease = make_lease(op, device);
+  lease->caller = caller;
+  return lease;
+}
+
+void give_back(SideStream::Lease* lease) {
+  const std::lock_guard<std::mutex> lock(leases_mutex);
+  idle_leases().push_back(lease);
 }
 
 }  // namespace
 
-SideStream::SideStream(const char* op, int device) : op_(op), lease_(take_lease(op, device)) {}
+SideStream::SideStream(const char* op, int device, Stream caller)
+    : op_(op), caller_(caller), lease_(take_lease(op, device, caller)) {
+  Error error = cudaEventRecord(lease_->done, caller);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(lease_->stream, lease_->done, 0);
+  if (error != cudaSuccess) give_back(lease_);
+  check(op, "forking a stream from the caller's", error);
+}
+
+Error SideStream::try_join() {
+  if (lease_ == nullptr) return cudaSuccess;
+  Lease* lease = lease_;
+  lease_ = nullptr;
+  Error error = cudaEventRecord(lease->done, lease->stream);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(caller_, lease->done, 0);
+  if (error == cudaSuccess) give_back(lease);  // else it has work that nobody waits for: it is given up
+  return error;
+}
+
+void SideStream::join() { check(op_, "joining a stream to the caller's", try_join()); }
 
 SideStream::~SideStream() {
-  // Without its mark the stream could be reused too early: it is given up.
-  if (cudaEventRecord(lease_->done, lease_->stream) != cudaSuccess) {
-    cudaGetLastError();
-    return;
-  }
-  const std::lock_guard<std::mutex> lock(leases_mutex);
-  idle_leases().push_back(lease_);
+  if (try_join() != cudaSuccess) cudaGetLastError();
 }
 
 void SideStream::record(int event, Stream stream) {

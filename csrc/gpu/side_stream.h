@@ -5,20 +5,23 @@
 
 namespace kvio::gpu {
 
-// A stream that nobody else uses, and four events. Given back when the object dies; reused once its work is done, so
-// that calls on different streams never wait for each other. The caller makes both edges: the stream waits for his
-// before it does anything, and his stream waits for it in the end.
+// A stream that nobody else uses, forked from the caller's and joined to it, and four events for the edges between.
+// Reused at once by the next call on the same caller's stream, which comes after this one anyway, and by other streams'
+// calls when its work is done, so that calls on different streams never wait for each other.
 class SideStream {
  public:
   static constexpr int kEvents = 4;
 
-  SideStream(const char* op, int device);
-  // Marks where the stream's work ends.
+  // From here on the stream waits for what `caller` holds by now.
+  SideStream(const char* op, int device, Stream caller);
+  // Joins if join() was not reached: when a call fails, nothing it enqueued here escapes the caller's order.
   ~SideStream();
   SideStream(const SideStream&) = delete;
   SideStream& operator=(const SideStream&) = delete;
 
   Stream get() const { return lease_->stream; }
+  // Makes the caller's stream wait for everything enqueued here. Nothing is enqueued after it.
+  void join();
 
   // Makes `later` wait for what `earlier` holds by now. `event` numbers one of the events; its earlier use is
   // forgotten.
@@ -31,10 +34,14 @@ class SideStream {
     Event events[kEvents] = {};
     Event done = nullptr;
     int device = 0;
+    Stream caller = nullptr;  // of the last call
   };
 
  private:
+  Error try_join();
+
   const char* op_;
+  Stream caller_;
   Lease* lease_;
 };
 

@@ -51,23 +51,27 @@ class StagedCall {
   }
 
   void run() {
+    // Forked before the lists go over, which copies of pages need not wait for.
+    std::optional<SideStream> side;
+    if (plan_.work.num_pages > 0) side.emplace(op_, device_, stream_);
     lists_ = upload_lists();
-    if (plan_.work.num_pages > 0) move_pages();
+    if (side) move_pages(&*side);
     move_rest();
   }
 
-  std::string describe() const { return kvio::describe(plan_, staged_) + kvio::describe(route_) + "\n"; }
+  std::string describe() const {
+    const std::string copies =
+        route_.batched ? "copies: batched, on a stream of the library's own" : kvio::describe(route_);
+    return kvio::describe(plan_, staged_) + copies + "\n";
+  }
 
  private:
   // Events of the side stream.
   static int relaid(int half) { return half; }
   static int copied(int half) { return 2 + half; }
 
-  std::vector<char*> host_bases(const BufferGroup& group) const {
-    if (to_host_) return group.dst_base;
-    std::vector<char*> bases;
-    for (const char* base : group.src_base) bases.push_back(const_cast<char*>(base));
-    return bases;
+  char* host_base(const BufferGroup& group, size_t buffer) const {
+    return to_host_ ? group.dst_base[buffer] : const_cast<char*>(group.src_base[buffer]);
   }
 
   const char* host_argument() const { return to_host_ ? "dst" : "src"; }
@@ -75,11 +79,10 @@ class StagedCall {
   void accept_host_memory() {
     for (const BufferGroup& group : request_.groups) {
       if (group.dst.row_bytes() == 0) continue;
-      const std::vector<char*> bases = host_bases(group);
       const int64_t extent = to_host_ ? group.dst_extent : group.src_extent;
-      for (size_t b = 0; b < bases.size(); ++b) {
-        char* alias = translator_.device_address(host_argument(), group.position[b], bases[b], extent);
-        alias_differs_ |= alias != bases[b];
+      for (size_t b = 0; b < group.position.size(); ++b) {
+        char* base = host_base(group, b);
+        alias_differs_ |= translator_.device_address(host_argument(), group.position[b], base, extent) != base;
       }
     }
   }
@@ -90,7 +93,7 @@ class StagedCall {
     const bool device_on_cpu = (to_host_ ? request_.src_index_device : request_.dst_index_device) == DeviceKind::kCpu;
     const bool wide = device.is_int64;
     const int64_t list_bytes = (request_.num_indices * (wide ? 8 : 4) + 15) / 16 * 16;
-    const int64_t counts = plan_.halves.pages * plan_.work.positions_per_page;
+    const int64_t counts = std::min(plan_.halves.pages, plan_.work.num_pages) * plan_.work.positions_per_page;
     const int64_t host_at = device_on_cpu ? list_bytes : 0;
     const int64_t count_at = host_at + (plan_.work.rest.empty() ? 0 : list_bytes);
     Lists lists;
@@ -119,7 +122,7 @@ class StagedCall {
 
   char* half_base(int half) const { return staged_.staging + half * plan_.halves.pages * plan_.layout.page_bytes; }
 
-  // Device rows and their places in one half: a transfer inside the GPU.
+  // Device rows and their places in one half: a transfer inside the GPU, by one launch for all blocks of one geometry.
   TransferRequest relayout_request(int half) const {
     TransferRequest relayout;
     relayout.slots_per_index = request_.slots_per_index;
@@ -129,23 +132,37 @@ class StagedCall {
     relayout.index_device = DeviceKind::kGpu;
     relayout.fault_op = request_.fault_op;
     relayout.gpu_index = device_;
+    const PageBlock* before = nullptr;
     for (const PageBlock& block : plan_.layout.blocks) {
-      const BufferGroup& group = request_.groups[block.group];
-      BufferGroup part;
-      const PoolView staged =
-          staged_view(to_host_ ? group.dst : group.src, request_.page_size, plan_.layout, plan_.halves.pages);
-      part.dst = to_host_ ? staged : group.dst;
-      part.src = to_host_ ? group.src : staged;
-      const std::vector<char*> hosts = host_bases(group);
-      for (const size_t b : block.buffers) {
-        char* place = half_base(half) + block.staged_offset + (hosts[b] - block.host);
-        part.dst_base.push_back(to_host_ ? place : group.dst_base[b]);
-        part.src_base.push_back(to_host_ ? group.src_base[b] : place);
-        part.position.push_back(group.position[b]);
-      }
-      relayout.groups.push_back(std::move(part));
+      const bool joins =
+          before != nullptr && before->group == block.group && before->staged_stride == block.staged_stride;
+      if (!joins) relayout.groups.push_back(staged_group(block));
+      add_buffers(block, half, &relayout.groups.back());
+      before = &block;
     }
     return relayout;
+  }
+
+  // The geometry of a block's buffers on the device and in a half.
+  BufferGroup staged_group(const PageBlock& block) const {
+    const BufferGroup& group = request_.groups[block.group];
+    const PoolView staged =
+        staged_view(to_host_ ? group.dst : group.src, request_.page_size, block.staged_stride, plan_.halves.pages);
+    BufferGroup part;
+    part.dst = to_host_ ? staged : group.dst;
+    part.src = to_host_ ? group.src : staged;
+    return part;
+  }
+
+  void add_buffers(const PageBlock& block, int half, BufferGroup* part) const {
+    const BufferGroup& group = request_.groups[block.group];
+    char* page = half_base(half) + staged_place(block, plan_.halves.pages, 0);
+    for (const size_t b : block.buffers) {
+      char* place = page + (host_base(group, b) - block.host);
+      part->dst_base.push_back(to_host_ ? place : group.dst_base[b]);
+      part->src_base.push_back(to_host_ ? group.src_base[b] : place);
+      part->position.push_back(group.position[b]);
+    }
   }
 
   void relay(TransferRequest* relayout, int64_t position, int64_t pages) {
@@ -164,12 +181,12 @@ class StagedCall {
     const BatchSides sides = to_host_ ? BatchSides{kHostSide, device_} : BatchSides{device_, kHostSide};
     CopySubmitter submitter(op_, sides, route_, side);
     for (const PageBlock& block : plan_.layout.blocks) {
-      char* staged = half_base(half) + block.staged_offset;
-      for (int64_t k = 0; k < count; ++k) {
+      for (int64_t k = 0, run = 0; k < count; k += run) {
+        run = pages_in_one_piece(block, pages + k, count - k);
         char* host = block.host + pages[k] * block.page_stride;
-        char* place = staged + k * plan_.layout.page_bytes;
-        CopyEntry entry{to_host_ ? host : place, to_host_ ? place : host, block.nbytes};
-        translator_.device_address(host_argument(), 0, host, block.nbytes);
+        char* place = half_base(half) + staged_place(block, plan_.halves.pages, k);
+        const CopyEntry entry{to_host_ ? host : place, to_host_ ? place : host, run * block.nbytes};
+        translator_.device_address(host_argument(), 0, host, entry.nbytes);
         const auto host_room = [&](const CopyEntry& rest) {
           return translator_.bytes_in_chunk(to_host_ ? rest.dst : rest.src);
         };
@@ -185,25 +202,22 @@ class StagedCall {
     submitter.finish();
   }
 
-  void move_pages() {
-    SideStream side(op_, device_);
+  void move_pages(SideStream* side) {
     TransferRequest relayouts[2] = {relayout_request(0), relayout_request(plan_.halves.count - 1)};
-    side.order(relaid(0), stream_, side.get());
     int64_t chunk = 0;
     for (const PageStretch& stretch : plan_.work.stretches) {
       const int64_t total = static_cast<int64_t>(stretch.pages.size());
-      for (int64_t done = 0; done < total; done += plan_.halves.pages) {
-        const int64_t count = std::min(plan_.halves.pages, total - done);
+      for (int64_t done = 0, count = 0; done < total; done += count) {
+        const bool lone = to_host_ ? chunk == 0 : &stretch == &plan_.work.stretches.back();
+        count = next_chunk(plan_.halves, to_host_, lone, total - done);
         const int half = static_cast<int>(chunk % plan_.halves.count);
         const bool used_before = chunk >= plan_.halves.count;
         const int64_t position = stretch.first + done * plan_.work.positions_per_page;
-        move_chunk(&side, &relayouts[half], half, used_before, position, stretch.pages.data() + done, count);
+        move_chunk(side, &relayouts[half], half, used_before, position, stretch.pages.data() + done, count);
         ++chunk;
       }
     }
-    for (int half = 0; half < std::min<int64_t>(chunk, plan_.halves.count); ++half) {
-      side.wait(copied(half), stream_);
-    }
+    side->join();
   }
 
   void move_chunk(SideStream* side, TransferRequest* relayout, int half, bool used_before, int64_t position,

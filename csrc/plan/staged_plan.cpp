@@ -127,8 +127,10 @@ StagedLayout make_staged_layout(const char* op, const TransferRequest& request, 
     }
     for (std::vector<size_t>& buffers : share_pages(host, group, stride)) {
       layout.blocks.push_back(make_block(op, host, g, std::move(buffers)));
-      layout.blocks.back().staged_offset = layout.page_bytes;
-      layout.page_bytes += rounded(layout.blocks.back().nbytes);
+      PageBlock& block = layout.blocks.back();
+      block.staged_offset = layout.page_bytes;
+      block.staged_stride = rounded(block.nbytes);
+      layout.page_bytes += block.staged_stride;
     }
   }
   return layout;
@@ -153,13 +155,20 @@ bool find_host_side(const TransferRequest& request) {
 
 }  // namespace
 
-PoolView staged_view(const PoolView& host, int64_t page_size, const StagedLayout& layout, int64_t pages) {
+PoolView staged_view(const PoolView& host, int64_t page_size, int64_t staged_stride, int64_t pages) {
   PoolView view = host;
   view.slots = pages * page_size;
   view.page_slots = page_size;
-  view.page_stride = layout.page_bytes;
-  if (page_size == 1) view.token_stride = layout.page_bytes;
+  view.page_stride = staged_stride;
+  if (page_size == 1) view.token_stride = staged_stride;
   return view;
+}
+
+int64_t pages_in_one_piece(const PageBlock& block, const int64_t* pages, int64_t count) {
+  if (block.page_stride != block.nbytes || block.staged_stride != block.nbytes) return 1;
+  int64_t run = 1;
+  while (run < count && pages[run] == pages[0] + run) ++run;
+  return run;
 }
 
 StagedWork find_pages(const TransferRequest& request, bool host_is_dst) {
@@ -185,8 +194,16 @@ StagedWork find_pages(const TransferRequest& request, bool host_is_dst) {
 
 StagedHalves halves_of(int64_t staging_bytes, const StagedLayout& layout) {
   const int64_t pages = layout.page_bytes > 0 ? staging_bytes / layout.page_bytes : 0;
-  if (pages < 2) return {pages, pages};
-  return {pages / 2, 2};
+  if (pages < 2) return {pages, pages, pages, pages};
+  const int64_t half = pages / 2;
+  const int64_t lone = std::clamp<int64_t>(kLoneChunkBytes / layout.page_bytes, 1, half);
+  return {half, 2, lone, std::max<int64_t>(1, 2 * kLoneChunkBytes / layout.page_bytes)};
+}
+
+int64_t next_chunk(const StagedHalves& halves, bool host_is_dst, bool lone, int64_t left) {
+  const int64_t most = std::min(halves.pages, left);
+  if (!lone || left <= halves.uncut_pages) return most;
+  return host_is_dst ? halves.lone_pages : std::min(most, left - halves.lone_pages);
 }
 
 StagedPlan make_staged_plan(const char* op, const StagedRequest& request) {

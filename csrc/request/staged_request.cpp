@@ -48,6 +48,10 @@ StagedRequest make_staged_request(const char* op, const std::vector<TensorView>&
   StagedRequest staged;
   staged.transfer = make_transfer_request(op, dst, src, dst_indices, src_indices, mixed, dtype_name);
   staged.transfer.fault_op = FaultOp::kTransferStaged;
+  // Without buffers and with both lists on the CPU nothing else says where the device pool would be.
+  if (dst.empty() && staged.transfer.gpu_index < 0 && staging.device == DeviceKind::kGpu) {
+    staged.transfer.gpu_index = staging.device_index;
+  }
   check_places(op, staged.transfer);
   check_staging(op, staged.transfer, staging);
   staged.staging = staging.data;

@@ -84,15 +84,19 @@ def test_a_restore_comes_before_what_the_stream_does_next(stream):
     card = torch.zeros(layers, slots, row, dtype=torch.uint8, device="cuda")
     staging = torch.zeros(3 * size * layers * row, dtype=torch.uint8, device="cuda")
     pages = torch.arange(slots // size)
+    card_pages = pages.cuda()  # here, since bringing it over waits for its stream
+    content = cases.contiguous_pool((slots, layers, row), torch.uint8, 3).cuda()
     torch.cuda.synchronize()
     chosen = torch.cuda.default_stream() if stream == "default" else torch.cuda.Stream()
     with torch.cuda.stream(chosen):
         torch.cuda._sleep(SLEEP_CYCLES // 10)
+        host.copy_(content, non_blocking=True)
         card.fill_(7)
+        staging.fill_(9)
         sgl_kvio.transfer_staged(
             list(card),
             [host[:, layer] for layer in range(layers)],
-            pages.cuda(),
+            card_pages,
             pages,
             staging,
             page_size=size,
@@ -101,8 +105,59 @@ def test_a_restore_comes_before_what_the_stream_does_next(stream):
         )
         seen = card.clone()
         card.zero_()
+        staging.zero_()
     torch.cuda.synchronize()
-    assert_same_bytes(seen, host.transpose(0, 1).contiguous(), "rows that the stream saw next")
+    want = content.cpu().transpose(0, 1).contiguous()
+    assert_same_bytes(seen, want, "rows that the stream saw next")
+
+
+@pytest.mark.parametrize("pages", [1, 4, 15])
+def test_calls_queued_on_one_stream_share_their_staging_buffer(pages):
+    layers, size, row = 2, 4, 512
+    shape = (pages * size, layers, row)
+    first, last = (cases.contiguous_pool(shape, torch.uint8, s).pin_memory() for s in (0, 1))
+    want = first.clone()
+    card = torch.zeros(layers, pages * size, row, dtype=torch.uint8, device="cuda")
+    staging = torch.zeros(4 * size * layers * row, dtype=torch.uint8, device="cuda")
+    generator = torch.Generator().manual_seed(2)
+    options = {"page_size": size, "row_ndim": 1, "index_unit": "page"}
+
+    def views(host):
+        return [host[:, layer] for layer in range(layers)]
+
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(SLEEP_CYCLES // 10)
+        for source, target in ((first, last), (last, first)) * 10:
+            # Other places every time, so that what an earlier call left in the buffer is wrong.
+            there, back = (torch.randperm(pages, generator=generator) for _ in range(2))
+            sgl_kvio.transfer_staged(list(card), views(source), back, there, staging, **options)
+            sgl_kvio.transfer_staged(views(target), list(card), there, back, staging, **options)
+    torch.cuda.synchronize()
+    assert_same_bytes(first, want, "rows that went there and back")
+    assert_same_bytes(last, want, "rows that went there")
+
+
+def test_a_call_without_buffers_does_nothing():
+    none = torch.arange(0)
+    staging = torch.zeros(256, dtype=torch.uint8, device="cuda")
+    sgl_kvio.transfer_staged([], [], none, none, staging, page_size=4)
+    assert "pages: 0 whole" in sgl_kvio.explain_staged([], [], none, none, staging, page_size=4)
+
+
+def test_explain_names_the_stream_of_the_copies():
+    case = StagedCase(direction="write_back")
+    with case.open("cuda") as transfer:
+        text = sgl_kvio.explain_staged(
+            transfer.dst.views(transfer.layers),
+            transfer.src.views(transfer.layers),
+            transfer.dst_indices,
+            transfer.src_indices,
+            case.staging("cuda"),
+            **transfer.options,
+        )
+    assert "pages: 7 whole" in text
+    assert "a stream of the library's own" in text or "one asynchronous copy an entry" in text
 
 
 @pytest.mark.parametrize("direction", staged_cases.DIRECTIONS)

@@ -553,7 +553,12 @@ void bind_staged(py::module_& m) {
       .def_property_readonly("host", [](const PageBlock& b) { return reinterpret_cast<uint64_t>(b.host); })
       .def_readonly("page_stride", &PageBlock::page_stride)
       .def_readonly("nbytes", &PageBlock::nbytes)
-      .def_readonly("staged_offset", &PageBlock::staged_offset);
+      .def_readonly("staged_offset", &PageBlock::staged_offset)
+      .def_readonly("staged_stride", &PageBlock::staged_stride)
+      .def("place", &staged_place, py::arg("pages"), py::arg("page"))
+      .def("pages_in_one_piece", [](const PageBlock& block, const std::vector<int64_t>& pages) {
+        return pages_in_one_piece(block, pages.data(), static_cast<int64_t>(pages.size()));
+      });
   py::class_<StagedLayout>(m, "StagedLayout")
       .def_readonly("blocks", &StagedLayout::blocks)
       .def_readonly("page_bytes", &StagedLayout::page_bytes);
@@ -576,6 +581,16 @@ void bind_staged(py::module_& m) {
         return found;
       });
   m.attr("STAGED_ALIGNMENT") = kStagedAlignment;
+  m.attr("LONE_CHUNK_BYTES") = kLoneChunkBytes;
+  m.def(
+      "next_chunk",
+      [](int64_t staging_bytes, int64_t page_bytes, bool host_is_dst, bool lone, int64_t left) {
+        StagedLayout layout;
+        layout.page_bytes = page_bytes;
+        return next_chunk(halves_of(staging_bytes, layout), host_is_dst, lone, left);
+      },
+      py::kw_only(), py::arg("staging_bytes"), py::arg("page_bytes"), py::arg("host_is_dst"), py::arg("lone"),
+      py::arg("left"));
   m.def(
       "staged_plan",
       [](const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
@@ -592,7 +607,7 @@ void bind_staged(py::module_& m) {
       },
       py::arg("dst"), py::arg("src"), py::arg("dst_indices"), py::arg("src_indices"), py::arg("staging"), py::kw_only(),
       py::arg("page_size"), py::arg("index_unit") = "token");
-  m.def("staged_view", &staged_view, py::arg("host"), py::arg("page_size"), py::arg("layout"), py::arg("pages"));
+  m.def("staged_view", &staged_view, py::arg("host"), py::arg("page_size"), py::arg("staged_stride"), py::arg("pages"));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 """The staged plan, walked as csrc/gpu/staged.cpp walks it: every byte of every wanted row, once."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -133,12 +134,14 @@ def moved_bytes(kvio, case, staged_pages):
                 card_view, host_view = (group.src, group.dst) if to_host else (group.dst, group.src)
                 card_bases = group.src_base if to_host else group.dst_base
                 host_bases = group.dst_base if to_host else group.src_base
-                staged = kvio.staged_view(host_view, size, plan.layout, plan.half_pages)
-                places = [block.staged_offset + host_bases[b] - block.host for b in block.buffers]
+                half = plan.half_pages
+                staged = kvio.staged_view(host_view, size, block.staged_stride, half)
+                assert 0 <= block.place(half, 0)
+                assert block.place(half, half) <= half * plan.layout.page_bytes
+                places = [block.place(half, 0) + host_bases[b] - block.host for b in block.buffers]
                 inside = rows_at(staged, places, np.arange(len(card_slots)))
-                page, offset = np.divmod(inside, plan.layout.page_bytes)
-                offset -= block.staged_offset
-                assert ((0 <= offset) & (offset < block.nbytes)).all()
+                page, offset = np.divmod(inside - block.place(half, 0), block.staged_stride)
+                assert ((0 <= page) & (page < len(chunk)) & (offset < block.nbytes)).all()
                 host = block.host + np.asarray(chunk)[page] * block.page_stride + offset
                 add(host, rows_at(card_view, [card_bases[b] for b in block.buffers], card_slots))
                 # A page is copied whole: nothing of it may be left as it was in the buffer.
@@ -181,7 +184,68 @@ def test_positions_are_whole_pages_or_rest_and_pages_are_as_many_as_there_are(kv
     assert plan.num_pages == sum(len(pages) for _, pages in plan.stretches)
     assert plan.num_halves == (1 if staged_pages == 1 else 2)
     assert plan.half_pages == max(1, staged_pages // 2)
-    assert all(b.staged_offset % kvio.STAGED_ALIGNMENT == 0 for b in plan.layout.blocks)
+    end = 0
+    for block in plan.layout.blocks:
+        assert block.staged_offset == end
+        assert block.staged_stride % kvio.STAGED_ALIGNMENT == 0
+        end += block.staged_stride
+    assert end == plan.layout.page_bytes
+
+
+@given(calls(), st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_pages_in_one_piece_follow_each_other_on_both_sides(kvio, call, steps):
+    case, staged_pages = call
+    plan, _ = plan_of(kvio, case, staged_pages)
+    pages = list(itertools.accumulate(steps))
+    for block in plan.layout.blocks:
+        count = block.pages_in_one_piece(pages)
+        run = pages[:count]
+        host = [block.host + page * block.page_stride for page in run]
+        staged = [block.place(plan.half_pages, k) for k in range(count)]
+        for addresses in (host, staged):
+            assert addresses == [addresses[0] + k * block.nbytes for k in range(count)]
+        touching = block.page_stride == block.staged_stride == block.nbytes
+        if touching and count < len(pages):
+            assert pages[count] != run[-1] + 1
+
+
+def chunks_of(kvio, pages, page_bytes, staged_pages, *, to_host):
+    left, chunks = pages, []
+    while left:
+        chunks.append(
+            kvio.next_chunk(
+                staging_bytes=staged_pages * page_bytes,
+                page_bytes=page_bytes,
+                host_is_dst=to_host,
+                lone=not chunks if to_host else True,
+                left=left,
+            )
+        )
+        left -= chunks[-1]
+    return chunks
+
+
+@given(st.integers(1, 300), st.sampled_from((256, 1 << 18, 1 << 21, 1 << 24)), st.integers(1, 40))
+def test_chunks_fit_a_half_and_the_relayout_that_no_copy_hides_is_short(
+    kvio, pages, page_bytes, staged_pages
+):
+    half = max(1, staged_pages // 2)
+    for to_host in (True, False):
+        chunks = chunks_of(kvio, pages, page_bytes, staged_pages, to_host=to_host)
+        assert sum(chunks) == pages
+        assert all(0 < chunk <= half for chunk in chunks)
+        lone = chunks[0 if to_host else -1]
+        assert lone * page_bytes <= max(page_bytes, 2 * kvio.LONE_CHUNK_BYTES)
+        # Cutting a chunk off costs at most one more.
+        assert len(chunks) <= -(-pages // half) + 1
+
+
+def test_chunks_of_pages_of_2_mib_through_64_mib(kvio):
+    page = 2 << 20
+    assert chunks_of(kvio, 40, page, 32, to_host=True) == [2, 16, 16, 6]
+    assert chunks_of(kvio, 40, page, 32, to_host=False) == [16, 16, 6, 2]
+    assert chunks_of(kvio, 17, page, 32, to_host=False) == [15, 2]
+    assert chunks_of(kvio, 4, page, 32, to_host=True) == [4]
 
 
 @pytest.mark.parametrize(
@@ -210,3 +274,10 @@ def test_which_tokens_make_a_page(kvio, tokens, pages, rest):
     plan, _ = plan_of(kvio, case, 2)
     assert [page for _, found in plan.stretches for page in found] == pages
     assert plan.rest == rest
+
+
+def test_a_call_without_buffers_takes_its_gpu_from_the_staging_buffer(kvio):
+    staging = kvio.Tensor(STAGING_AT, [256], [1], device="gpu")
+    lists = [kvio.Tensor.of_buffer(index_array([])) for _ in range(2)]
+    plan, _ = kvio.staged_plan([], [], *lists, staging, page_size=4)
+    assert plan.num_pages == 0
