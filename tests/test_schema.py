@@ -161,6 +161,18 @@ def test_opcheck_passes_on_memcpy_batch():
     torch.library.opcheck(op, ([], [], [], [], []))
 
 
+@pytest.mark.parametrize("unit", ["page", "token"])
+def test_opcheck_passes_on_transfer_staged(unit):
+    """Alone, contiguous pools: an earlier op of the same graph may be given clones of its views."""
+    dst, src = (cases.contiguous_pool((8, 1, 16), torch.int32, seed) for seed in (0, 1))
+    at = torch.tensor([1, 0] if unit == "page" else [4, 5, 6, 7, 1, 0])
+    staging = torch.zeros(2048, dtype=torch.uint8)
+    options = {"page_size": 4, "index_unit": unit}
+    op = torch.ops.kvio.transfer_staged.default
+    torch.library.opcheck(op, ([dst], [src], at, at.flip(0), staging), options)
+    torch.library.opcheck(op, ([], [], at[:0], at[:0], staging), options)
+
+
 # host_register and its kin do not run without a GPU: tests/gpu/test_compile.py runs them all.
 @pytest.mark.parametrize("op", ["host_register", "host_unregister", "device_pointer"])
 def test_host_memory_ops_need_no_autograd(op):
