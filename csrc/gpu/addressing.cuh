@@ -28,8 +28,7 @@ inline Side make_side(const PoolView& view, const IndexList& indices, int64_t fi
   side.token_stride = view.token_stride;
   side.piece_stride = view.num_pieces > 1 ? view.piece_stride : 0;
   side.index_stride = indices.stride;
-  const int64_t element = indices.is_int64 ? 8 : 4;
-  side.indices = static_cast<const char*>(indices.data) + first * indices.stride * element;
+  side.indices = indices.from(first).data;
   side.num_entries = view.slots / slots_per_index;
   return side;
 }

@@ -16,37 +16,6 @@
 
 namespace kvio::gpu {
 
-// What a stream means for driver copies. The GPU's own facts (compute capability, tensor maps) are left out.
-GpuFacts copy_facts(Stream stream);
-
-// A stream that stands in for the legacy default stream of one device during one call.
-class ForkedStream {
- public:
-  // `wanted` false: stands for `stream` itself.
-  ForkedStream(const char* op, int device, Stream stream, bool wanted);
-  // Joins if join() was not reached, so that nothing enqueued here escapes the caller's order when a call fails.
-  ~ForkedStream();
-  ForkedStream(const ForkedStream&) = delete;
-  ForkedStream& operator=(const ForkedStream&) = delete;
-
-  Stream get() const { return branch_ == nullptr ? caller_ : branch_->stream; }
-  void join();
-
-  struct Branch {
-    Stream stream = nullptr;
-    Event forked = nullptr;
-    Event joined = nullptr;
-    int device = 0;
-  };
-
- private:
-  Error try_join();
-
-  const char* op_;
-  Stream caller_;
-  Branch* branch_ = nullptr;
-};
-
 // Takes copies one by one and enqueues them: batch by batch, so that the first ones run while later ones are planned.
 // Copies of one submitter have no order among themselves.
 class CopySubmitter {

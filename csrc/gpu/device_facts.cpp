@@ -36,6 +36,11 @@ int sm_count(const char* op, int device) {
   return count.of(op, device);
 }
 
+int shared_memory_limit(const char* op, int device) {
+  static DeviceAttribute bytes(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return bytes.of(op, device);
+}
+
 GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
   static DeviceAttribute major(cudaDevAttrComputeCapabilityMajor);
   GpuFacts gpu;

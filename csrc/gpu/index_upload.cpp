@@ -125,7 +125,7 @@ torch::stable::Tensor upload_bytes(const char* op, int device, int64_t nbytes, S
 
 torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, Stream stream) {
   const bool wide = request->dst_indices.is_int64;
-  const int64_t list_bytes = request->num_indices * (wide ? 8 : 4);
+  const int64_t list_bytes = request->num_indices * request->dst_indices.entry_bytes();
   const int64_t src_at = (list_bytes + 15) / 16 * 16;
   torch::stable::Tensor device =
       upload_bytes(op, request->gpu_index, src_at + list_bytes, stream, false, [&](char* out) {

@@ -7,14 +7,14 @@
 #include "gpu/addressing.cuh"
 #include "gpu/device_memory.h"
 #include "gpu/order_indices.h"
+#include "plan/order.h"
 
 namespace kvio::gpu {
 namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kMaxBlocks = 32;  // short bursts; more would only queue for the same counters
-constexpr int kBucketBits = 11;
-constexpr int kBuckets = 1 << kBucketBits;
+constexpr int kBuckets = kOrderBuckets;
 constexpr int kBucketsPerThread = kBuckets / kThreads;
 
 struct Params {
@@ -108,19 +108,12 @@ Side index_side(const IndexList& list) {
   return side;
 }
 
-// Bits that a host slot is shifted by to give its bucket.
-uint32_t shift_of(int64_t entries) {
-  uint32_t shift = 0;
-  while (entries > 0 && (entries - 1) >> shift >= kBuckets) ++shift;
-  return shift;
-}
-
 }  // namespace
 
 torch::stable::Tensor order_indices(const char* op, TransferRequest* request, Stream stream) {
   const int64_t count = request->num_indices;
   const bool wide = request->dst_indices.is_int64;
-  const int64_t list_bytes = count * (wide ? 8 : 4);
+  const int64_t list_bytes = count * request->dst_indices.entry_bytes();
   const int64_t positions_bytes = (count * 4 + 7) / 8 * 8;
   const int64_t counts_bytes = kBuckets * 4;
   const int64_t total = counts_bytes + 2 * list_bytes + positions_bytes;
@@ -145,7 +138,7 @@ torch::stable::Tensor order_indices(const char* op, TransferRequest* request, St
   for (const BufferGroup& group : request->groups) {
     slots = std::max(slots, p.host_is_dst ? group.dst.slots : group.src.slots);
   }
-  p.shift = shift_of(slots / request->slots_per_index);
+  p.shift = static_cast<uint32_t>(order_shift(slots / request->slots_per_index));
 
   const int64_t blocks = std::min<int64_t>(kMaxBlocks, (count + kThreads - 1) / kThreads);
   check(op, "clearing the ordering of indices",

@@ -6,7 +6,7 @@
 #include "gpu/copy_engine.h"
 #include "gpu/device_facts.h"
 #include "gpu/fault.h"
-#include "gpu/host_memory.h"
+#include "gpu/host_sides.h"
 #include "gpu/index_upload.h"
 #include "gpu/side_stream.h"
 #include "gpu/stream.h"
@@ -15,14 +15,6 @@
 
 namespace kvio::gpu {
 namespace {
-
-int64_t entry_bytes(const IndexList& list) { return list.is_int64 ? 8 : 4; }
-
-IndexList from_position(const IndexList& list, int64_t position) {
-  IndexList later = list;
-  later.data = static_cast<const char*>(list.data) + position * list.stride * entry_bytes(list);
-  return later;
-}
 
 // Index lists as kernels need them.
 struct Lists {
@@ -43,11 +35,10 @@ class StagedCall {
         stream_(current_stream(op, device_)),
         gpu_(gpu_facts(op, device_, stream_, is_capturing(stream_))),
         plan_(make_staged_plan(op, *staged)),
-        translator_(op) {
-    accept_host_memory();
+        host_(accept_host_buffers(op, request_)) {
     GpuFacts side = gpu_;
     side.legacy_stream = false;  // copies go to a stream of their own
-    route_ = copy_engine_route(side, alias_differs_);
+    route_ = copy_engine_route(side, host_.alias_differs());
   }
 
   void run() {
@@ -74,31 +65,18 @@ class StagedCall {
     return to_host_ ? group.dst_base[buffer] : const_cast<char*>(group.src_base[buffer]);
   }
 
-  const char* host_argument() const { return to_host_ ? "dst" : "src"; }
-
-  void accept_host_memory() {
-    for (const BufferGroup& group : request_.groups) {
-      if (group.dst.row_bytes() == 0) continue;
-      const int64_t extent = to_host_ ? group.dst_extent : group.src_extent;
-      for (size_t b = 0; b < group.position.size(); ++b) {
-        char* base = host_base(group, b);
-        alias_differs_ |= translator_.device_address(host_argument(), group.position[b], base, extent) != base;
-      }
-    }
-  }
-
   Lists upload_lists() {
     const IndexList& device = to_host_ ? request_.src_indices : request_.dst_indices;
     const IndexList& host = to_host_ ? request_.dst_indices : request_.src_indices;
     const bool device_on_cpu = (to_host_ ? request_.src_index_device : request_.dst_index_device) == DeviceKind::kCpu;
     const bool wide = device.is_int64;
-    const int64_t list_bytes = (request_.num_indices * (wide ? 8 : 4) + 15) / 16 * 16;
+    const int64_t list_bytes = (request_.num_indices * device.entry_bytes() + 15) / 16 * 16;
     const int64_t counts = std::min(plan_.halves.pages, plan_.work.num_pages) * plan_.work.positions_per_page;
     const int64_t host_at = device_on_cpu ? list_bytes : 0;
     const int64_t count_at = host_at + (plan_.work.rest.empty() ? 0 : list_bytes);
     Lists lists;
     lists.memory =
-        upload_bytes(op_, device_, count_at + counts * (wide ? 8 : 4), stream_, gpu_.capturing, [&](char* out) {
+        upload_bytes(op_, device_, count_at + counts * device.entry_bytes(), stream_, gpu_.capturing, [&](char* out) {
           if (device_on_cpu) pack_indices(device, request_.num_indices, out);
           if (!plan_.work.rest.empty()) pack_indices(host, request_.num_indices, out + host_at);
           fill_counts(wide, counts, out + count_at);
@@ -168,7 +146,7 @@ class StagedCall {
   void relay(TransferRequest* relayout, int64_t position, int64_t pages) {
     relayout->num_indices = pages * plan_.work.positions_per_page;
     relayout->first_position = position;
-    const IndexList device = from_position(lists_.device, position);
+    const IndexList device = lists_.device.from(position);
     relayout->dst_indices = to_host_ ? lists_.count : device;
     relayout->src_indices = to_host_ ? device : lists_.count;
     for (const BufferGroup& group : relayout->groups) {
@@ -186,17 +164,7 @@ class StagedCall {
         char* host = block.host + pages[k] * block.page_stride;
         char* place = half_base(half) + staged_place(block, plan_.halves.pages, k);
         const CopyEntry entry{to_host_ ? host : place, to_host_ ? place : host, run * block.nbytes};
-        translator_.device_address(host_argument(), 0, host, entry.nbytes);
-        const auto host_room = [&](const CopyEntry& rest) {
-          return translator_.bytes_in_chunk(to_host_ ? rest.dst : rest.src);
-        };
-        const auto any_room = [](const CopyEntry& rest) { return rest.nbytes; };
-        const auto add = [&](const CopyEntry& part) { submitter.add(part); };
-        if (to_host_) {
-          split_copy_entry(entry, host_room, any_room, add);
-        } else {
-          split_copy_entry(entry, any_room, host_room, add);
-        }
+        host_.split(entry, [&](const CopyEntry& part) { submitter.add(part); });
       }
     }
     submitter.finish();
@@ -241,22 +209,12 @@ class StagedCall {
   void move_rest() {
     if (plan_.work.rest.empty()) return;
     TransferRequest rest = request_;
-    for (BufferGroup& group : rest.groups) {
-      if (group.dst.row_bytes() == 0) continue;
-      const int64_t extent = to_host_ ? group.dst_extent : group.src_extent;
-      for (size_t b = 0; b < group.position.size(); ++b) {
-        if (to_host_) {
-          group.dst_base[b] = translator_.device_address("dst", group.position[b], group.dst_base[b], extent);
-        } else {
-          group.src_base[b] = translator_.device_address("src", group.position[b], group.src_base[b], extent);
-        }
-      }
-    }
+    translate_host_buffers(op_, &rest);
     for (const PositionRange& range : plan_.work.rest) {
       rest.num_indices = range.end - range.begin;
       rest.first_position = range.begin;
-      rest.dst_indices = from_position(to_host_ ? lists_.host : lists_.device, range.begin);
-      rest.src_indices = from_position(to_host_ ? lists_.device : lists_.host, range.begin);
+      rest.dst_indices = (to_host_ ? lists_.host : lists_.device).from(range.begin);
+      rest.src_indices = (to_host_ ? lists_.device : lists_.host).from(range.begin);
       for (const BufferGroup& group : rest.groups) {
         if (group.dst.row_bytes() == 0) continue;
         launch_register(rest, group, sm_count(op_, device_), device_, stream_);
@@ -272,8 +230,7 @@ class StagedCall {
   Stream stream_;
   GpuFacts gpu_;
   StagedPlan plan_;
-  HostTranslator translator_;
-  bool alias_differs_ = false;
+  HostSides host_;
   CopyEngineRoute route_{};
   Lists lists_;
 };

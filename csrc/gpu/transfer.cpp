@@ -10,7 +10,7 @@
 #include "gpu/device_facts.h"
 #include "gpu/driver.h"
 #include "gpu/fault.h"
-#include "gpu/host_memory.h"
+#include "gpu/host_sides.h"
 #include "gpu/index_upload.h"
 #include "gpu/order_indices.h"
 #include "gpu/platform.h"
@@ -21,26 +21,6 @@
 #include "plan/register_plan.h"
 
 namespace kvio::gpu {
-namespace {
-
-// Puts device-usable addresses in place of host ones; throws on a host tensor that is not page-locked.
-void translate_host_buffers(const char* op, TransferRequest* request) {
-  HostTranslator translator(op);
-  for (BufferGroup& group : request->groups) {
-    if (group.dst.row_bytes() == 0) continue;
-    for (size_t b = 0; b < group.dst_base.size(); ++b) {
-      if (request->dst_device == DeviceKind::kCpu) {
-        group.dst_base[b] = translator.device_address("dst", group.position[b], group.dst_base[b], group.dst_extent);
-      }
-      if (request->src_device == DeviceKind::kCpu) {
-        group.src_base[b] = translator.device_address("src", group.position[b], group.src_base[b], group.src_extent);
-      }
-    }
-  }
-}
-
-}  // namespace
-
 void transfer(TransferRequest* request) {
   constexpr const char* op = "transfer";
   const int device = request->gpu_index;

@@ -23,6 +23,7 @@
 
 #include "gpu/addressing.cuh"
 #include "gpu/bulk_copy.cuh"
+#include "gpu/device_facts.h"
 #include "gpu/driver.h"
 #include "gpu/fault.h"
 #include "gpu/fault_device.cuh"
@@ -519,18 +520,6 @@ bool launch_buffers(const Launch& launch) {
   return true;
 }
 
-int shared_limit(const char* op, int device) {
-  static std::atomic<int> limits[kMaxDevices];
-  std::atomic<int>& known = limits[device];
-  int limit = known.load(std::memory_order_relaxed);
-  if (limit == 0) {
-    check(op, "reading the shared memory of a block",
-          cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-    known.store(limit, std::memory_order_relaxed);
-  }
-  return limit;
-}
-
 bool launch_range(const TransferRequest& request, const BufferGroup& group, const TmaPlan& plan, int64_t first,
                   int device, Stream stream) {
   const size_t buffers = group.dst_base.size();
@@ -545,7 +534,7 @@ bool launch_range(const TransferRequest& request, const BufferGroup& group, cons
                         count,
                         fault_record("transfer", device),
                         device,
-                        shared_limit("transfer", device),
+                        shared_memory_limit("transfer", device),
                         stream};
     const bool few = count <= kFewBuffers;
     if (plan.box_tokens == 0) {
@@ -568,7 +557,7 @@ bool has_bulk_code(int compute_major) {
 
 TmaPolicy tma_policy(const char* op, int device) {
   TmaPolicy policy;
-  policy.shared_bytes = shared_limit(op, device) - 1024;
+  policy.shared_bytes = shared_memory_limit(op, device) - 1024;
   return policy;
 }
 

@@ -152,18 +152,6 @@ std::vector<CopyNest> make_copy_nests(const BufferGroup& group) {
   return nests;
 }
 
-std::vector<CopyEntry> make_copy_entries(const TransferRequest& request) {
-  std::vector<CopyEntry> entries;
-  for_each_copy_entry(request, [&](const CopyEntry& entry) { entries.push_back(entry); });
-  return entries;
-}
-
-int64_t count_copy_entries(const TransferRequest& request) {
-  int64_t count = 0;
-  for_each_copy_entry(request, [&](const CopyEntry&) { ++count; });
-  return count;
-}
-
 int64_t next_batch_entries(int64_t previous, const BatchPolicy& policy) {
   const int64_t most = std::clamp<int64_t>(policy.most, 1, kMaxBatchEntries);
   if (previous == 0) return std::clamp<int64_t>(policy.first, 1, most);

@@ -93,9 +93,6 @@ void for_each_copy_entry(const TransferRequest& request, Emit emit) {
   }
 }
 
-std::vector<CopyEntry> make_copy_entries(const TransferRequest& request);
-int64_t count_copy_entries(const TransferRequest& request);
-
 // Calls emit(CopyEntry) for the parts of `entry` that stay inside one driver registration on each side: a copy across
 // two is an invalid argument. The rooms tell how many bytes of an entry's side may be copied at once from its start on.
 template <class DstRoom, class SrcRoom, class Emit>

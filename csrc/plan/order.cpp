@@ -6,12 +6,6 @@
 namespace kvio {
 namespace {
 
-// One pass of a counting sort over the highest bits that the pool's indices use. The windows that they leave unordered
-// are 1/1024 of the pool at most, far below what translation holds, and 2048 places to write to fit the second-level
-// cache.
-constexpr int kBucketBits = 11;
-constexpr int64_t kBuckets = int64_t{1} << kBucketBits;
-
 bool host_is_dst(const TransferRequest& request) { return request.dst_device == DeviceKind::kCpu; }
 
 // How host slots follow each other in the order given.
@@ -47,12 +41,6 @@ int64_t index_limit(const TransferRequest& request, bool dst) {
   return slots / request.slots_per_index;
 }
 
-// Bits that an index below `limit` is shifted by to give its bucket.
-int shift_of(int64_t limit) {
-  const int used = limit <= 1 ? 0 : 64 - __builtin_clzll(static_cast<uint64_t>(limit - 1));
-  return std::max(0, used - kBucketBits);
-}
-
 template <class Index>
 void order(const IndexList& host, const IndexList& other, int64_t count, int shift, Index* host_out, Index* other_out) {
   const Index* at = static_cast<const Index*>(host.data);
@@ -60,7 +48,7 @@ void order(const IndexList& host, const IndexList& other, int64_t count, int shi
   const auto bucket_of = [&](Index value) { return static_cast<size_t>(value) >> shift; };
 
   // Counts, then the places where buckets begin.
-  int64_t place[kBuckets] = {};
+  int64_t place[kOrderBuckets] = {};
   for (int64_t i = 0; i < count; ++i) ++place[bucket_of(at[i * host.stride])];
   int64_t begin = 0;
   for (int64_t& bucket : place) {
@@ -77,6 +65,11 @@ void order(const IndexList& host, const IndexList& other, int64_t count, int shi
 }
 
 }  // namespace
+
+int order_shift(int64_t limit) {
+  const int used = limit <= 1 ? 0 : 64 - __builtin_clzll(static_cast<uint64_t>(limit - 1));
+  return std::max(0, used - kOrderBucketBits);
+}
 
 bool worth_ordering(const TransferRequest& request, const OrderPolicy& policy) {
   if (request.num_indices < std::max<int64_t>(policy.indices, 1)) return false;
@@ -127,7 +120,7 @@ void order_by_host_slot(const TransferRequest& request, void* dst_out, void* src
   const IndexList& other = dst ? request.src_indices : request.dst_indices;
   void* host_out = dst ? dst_out : src_out;
   void* other_out = dst ? src_out : dst_out;
-  const int shift = shift_of(index_limit(request, dst));
+  const int shift = order_shift(index_limit(request, dst));
   const int64_t count = request.num_indices;
   if (host.is_int64) {
     order(host, other, count, shift, static_cast<int64_t*>(host_out), static_cast<int64_t*>(other_out));

@@ -21,6 +21,15 @@ struct OrderPolicy {
   int64_t unseen_payload_bytes = 32 << 20;       // 640 us at link speed
 };
 
+// Ordering is one pass of a counting sort over the highest bits that the pool's indices use, on the CPU and on the GPU
+// alike. The windows that it leaves unordered are 1/1024 of the pool at most, far below what translation holds, and
+// this many places to write to fit a second-level cache.
+constexpr int kOrderBucketBits = 11;
+constexpr int kOrderBuckets = 1 << kOrderBucketBits;
+
+// Bits that an index below `limit` is shifted by to give its bucket.
+int order_shift(int64_t limit);
+
 // Whether ordering the pairs of `request`, whose indices are on the CPU and checked, will repay itself: always false
 // without a host pool on exactly one side.
 bool worth_ordering(const TransferRequest& request, const OrderPolicy& policy = OrderPolicy());

@@ -18,6 +18,13 @@ struct IndexList {
   int64_t stride = 1;  // elements
   bool is_int64 = false;
 
+  int64_t entry_bytes() const { return is_int64 ? 8 : 4; }
+
+  // The list without its first `position` entries.
+  IndexList from(int64_t position) const {
+    return {static_cast<const char*>(data) + position * stride * entry_bytes(), stride, is_int64};
+  }
+
   int64_t at(int64_t position) const {
     const int64_t i = position * stride;
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];

@@ -370,11 +370,18 @@ void bind_copy(py::module_& m) {
       "copy_entries",
       [](const OwningRequest& r) {
         std::vector<EntryTuple> entries;
-        for (const CopyEntry& entry : make_copy_entries(r.request)) entries.push_back(tuple_of(entry));
+        for_each_copy_entry(r.request, [&](const CopyEntry& entry) { entries.push_back(tuple_of(entry)); });
         return entries;
       },
       py::arg("request"));
-  m.def("count_copy_entries", [](const OwningRequest& r) { return count_copy_entries(r.request); }, py::arg("request"));
+  m.def(
+      "count_copy_entries",
+      [](const OwningRequest& r) {
+        int64_t count = 0;
+        for_each_copy_entry(r.request, [&](const CopyEntry&) { ++count; });
+        return count;
+      },
+      py::arg("request"));
   m.def(
       "split_copy_entry",
       [](const EntryTuple& whole, std::pair<uint64_t, uint64_t> dst_chunks, std::pair<uint64_t, uint64_t> src_chunks) {
