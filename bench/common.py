@@ -312,6 +312,37 @@ class RunOptions:
     command: str
 
 
+def add_mode_options(parser: argparse.ArgumentParser, quick: str, targets: str) -> None:
+    """Adds --quick and --targets, which `mode_of` reads, with their words of help."""
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--quick", action="store_true", help=quick)
+    modes.add_argument("--targets", action="store_true", help=targets)
+
+
+def mode_of(parser: argparse.ArgumentParser, args: argparse.Namespace) -> str:
+    """ "full", "quick" or "targets", which is an error without a GPU."""
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if args.targets and device.type != "cuda":
+        parser.error("--targets needs a GPU: the promised figures are an H200's")
+    return "targets" if args.targets else "quick" if args.quick else "full"
+
+
+def add_section_option(parser: argparse.ArgumentParser, known: Sequence[str]) -> None:
+    """Adds --sections, which `sections_of` reads."""
+    parser.add_argument("--sections", help=f"comma list of {', '.join(known)} (default: all)")
+
+
+def sections_of(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, known: Sequence[str]
+) -> tuple[str, ...]:
+    """The sections asked for; none with --targets, which measures its own."""
+    sections = tuple((args.sections or ",".join(known)).split(","))
+    unknown = [name for name in sections if name not in known]
+    if unknown:
+        parser.error(f"--sections got {unknown[0]!r}, needs some of {', '.join(known)}")
+    return () if args.targets else sections
+
+
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `resolve_run_options` reads, all but the mode."""
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")

@@ -41,7 +41,9 @@ from common import (
     MIB,
     Arena,
     RunOptions,
+    add_mode_options,
     add_run_options,
+    add_section_option,
     allowed_host_bytes,
     change_every_byte,
     describe_machine,
@@ -49,12 +51,14 @@ from common import (
     host_cost_us,
     machine_title,
     measure_ceilings,
+    mode_of,
     new_side_stream,
     print_ceilings,
     print_drift,
     print_table,
     print_targets,
     resolve_run_options,
+    sections_of,
     synchronize,
     verdict,
 )
@@ -678,31 +682,23 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
         "wall_seconds": time.monotonic() - started,
         "ceilings": run.ceilings,
         "ceilings_after": ceilings_after,
-        "records": run.records,
+        **run.findings(),
         "auto": shares,
         "call_costs": run.call_costs,
         "loads": loads,
         "targets": targets,
-        "refused": run.refused,
-        "skipped": run.skipped,
-        "mismatches": run.mismatches,
     }
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 1 when a configuration moved wrong bytes."""
     parser = argparse.ArgumentParser(description="Which backend is fastest where?")
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--quick", action="store_true", help="a look in 25 seconds")
-    modes.add_argument("--targets", action="store_true", help="the promised figures, PASS or MISS")
-    parser.add_argument("--sections", help=f"comma list of {', '.join(SECTIONS)} (default: all)")
+    add_mode_options(parser, "a look in 25 seconds", "the promised figures, PASS or MISS")
+    add_section_option(parser, SECTIONS)
     add_run_options(parser)
     args = parser.parse_args(argv)
-    sections = tuple((args.sections or ",".join(SECTIONS)).split(","))
-    unknown = [name for name in sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"--sections got {unknown[0]!r}, needs some of {', '.join(SECTIONS)}")
-    mode = "targets" if args.targets else "quick" if args.quick else "full"
+    sections = sections_of(parser, args, SECTIONS)
+    mode = mode_of(parser, args)
     options = resolve_run_options(
         args,
         argv,
@@ -711,9 +707,7 @@ def main(argv: Sequence[str]) -> int:
         gpu_pool_gib={"full": 64.0, "quick": 4.0, "targets": 16.0}[mode],
         gpu_budget_s={"full": 105.0, "quick": 18.0, "targets": 45.0}[mode],
     )
-    if args.targets and options.device.type != "cuda":
-        parser.error("--targets needs a GPU: the promised figures are an H200's")
-    return finish(options, "crossover", measure(options, () if args.targets else sections))
+    return finish(options, "crossover", measure(options, sections))
 
 
 if __name__ == "__main__":

@@ -586,11 +586,8 @@ def measure(options: RunOptions) -> dict[str, Any]:
         "wall_seconds": time.monotonic() - started,
         "ceilings": run.ceilings,
         "ceilings_after": ceilings_after,
-        "records": run.records,
+        **run.findings(),
         "targets": targets,
-        "refused": run.refused,
-        "skipped": run.skipped,
-        "mismatches": run.mismatches,
     }
 
 

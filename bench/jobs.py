@@ -406,6 +406,15 @@ class Recorder:
         self._clock = device_clock(arena.where)
         self._by_case: dict[Case, dict[str, Any]] = {}
 
+    def findings(self) -> dict[str, Any]:
+        """What every bench's JSON holds of its configurations."""
+        return {
+            "records": self.records,
+            "refused": self.refused,
+            "skipped": self.skipped,
+            "mismatches": self.mismatches,
+        }
+
     def find(self, case: Case) -> dict[str, Any] | None:
         """The record of a configuration, when it was measured."""
         return self._by_case.get(case)

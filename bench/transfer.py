@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import secrets
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,18 +34,20 @@ from jobs import (
 from common import (
     GIB,
     MIB,
-    RESULTS,
     Arena,
+    RunOptions,
+    add_mode_options,
+    add_run_options,
     allowed_host_bytes,
-    command_line,
     describe_machine,
-    machine_slug,
+    finish,
     machine_title,
     measure_ceilings,
+    mode_of,
     print_ceilings,
     print_drift,
     print_table,
-    write_result,
+    resolve_run_options,
 )
 
 ODD_ROWS = (132, 656, 4680)
@@ -316,7 +316,7 @@ def print_call_costs(costs: list[dict[str, Any]]) -> None:
     print_table(["call", "median", "min", "p90"], rows)
 
 
-def measure(options: Options) -> dict[str, Any]:
+def measure(options: RunOptions, backends: Sequence[str], sizes: Sizes) -> dict[str, Any]:
     """One run: ceilings first, then everything the mode asks for. Returns what the JSON holds."""
     started = time.monotonic()
     machine = describe_machine(options.device)
@@ -324,15 +324,15 @@ def measure(options: Options) -> dict[str, Any]:
     arena = Arena(options.device, arena_bytes(options), options.host_memory)
     run = Run(
         arena,
-        ceilings=measure_ceilings(options.device, options.sizes.ceiling_bytes),
-        bytes_per_repeat=options.sizes.bytes_per_repeat,
+        ceilings=measure_ceilings(options.device, sizes.ceiling_bytes),
+        bytes_per_repeat=sizes.bytes_per_repeat,
         budget_s=options.budget_s,
         seed=options.seed,
     )
     print_ceilings(run.ceilings)
     print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
 
-    plan = Plan(options.sizes, accepted_backends(run, options.backends), arena.nbytes)
+    plan = Plan(sizes, accepted_backends(run, backends), arena.nbytes)
     judged = options.device.type == "cuda" and "register" in plan.backends
     judged = judged and options.mode != "quick"
     if judged:
@@ -341,102 +341,25 @@ def measure(options: Options) -> dict[str, Any]:
     for title, groups in sections():
         run.section(title, groups)
     print_call_costs(run.call_costs)
-    ceilings_after = measure_ceilings(options.device, options.sizes.ceiling_bytes)
+    ceilings_after = measure_ceilings(options.device, sizes.ceiling_bytes)
     print_drift(run.ceilings, ceilings_after)
     verdicts = judge(run, plan) if judged else []
     if verdicts:
         print_verdicts(verdicts)
     arena.close()
     return {
-        "question": "transfer",
-        "mode": options.mode,
-        "command": options.command,
-        "seed": options.seed,
         "machine": machine,
         "host_pool_gib": arena.nbytes / GIB,
-        "host_memory": options.host_memory,
         "wall_seconds": time.monotonic() - started,
         "ceilings": run.ceilings,
         "ceilings_after": ceilings_after,
-        "records": run.records,
+        **run.findings(),
         "call_costs": run.call_costs,
         "targets": verdicts,
-        "refused": run.refused,
-        "skipped": run.skipped,
-        "mismatches": run.mismatches,
     }
 
 
 # --- Command line ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Options:
-    """The command line, resolved for one machine."""
-
-    mode: str
-    device: torch.device
-    backends: tuple[str, ...]
-    sizes: Sizes
-    host_memory: str
-    pool_gib: float
-    budget_s: float
-    seed: int
-    out: Path | None
-    png: bool
-    command: str
-
-
-def parse(argv: Sequence[str]) -> Options:
-    parser = argparse.ArgumentParser(description="How fast is kvio::transfer?")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--quick", action="store_true", help="a look in 30 seconds")
-    mode.add_argument("--targets", action="store_true", help="only the promised rows, PASS or MISS")
-    parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
-    parser.add_argument("--backends", help="comma list (default: all that accept a transfer)")
-    parser.add_argument("--pool-gib", type=float, help="host memory to use (default: by mode)")
-    parser.add_argument(
-        "--host-memory",
-        choices=("pool", "driver"),
-        default="pool",
-        help="page-locked as HostKVPool does it, or allocated by the driver (pin_memory)",
-    )
-    parser.add_argument("--tokens", type=int, help="tokens of a call, a multiple of 64")
-    parser.add_argument("--layers", type=int, help="layers of a pool")
-    parser.add_argument("--budget", type=float, help="start no measurement after SECONDS")
-    parser.add_argument("--seed", type=int, help="default: a fresh one, which the JSON records")
-    parser.add_argument("--out", type=Path, help="JSON (default: bench/results/, named by device)")
-    parser.add_argument("--png", action="store_true", help="draw the JSON into a PNG beside it")
-    args = parser.parse_args(argv)
-    if args.tokens is not None and (args.tokens < PAGE or args.tokens % PAGE):
-        parser.error(f"--tokens got {args.tokens}, needs a positive multiple of {PAGE}")
-    if args.layers is not None and args.layers < 1:
-        parser.error(f"--layers got {args.layers}, needs at least 1")
-
-    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    elif args.targets:
-        parser.error("--targets needs a GPU: the promised figures are an H200's")
-    name = "targets" if args.targets else "quick" if args.quick else "full"
-    known = ",".join(GPU_BACKENDS) if on_gpu else "cpu"
-    gpu_pool_gib = {"full": 16.0, "quick": 4.0, "targets": 8.0}
-    budget_s = {"full": 130.0, "quick": 20.0, "targets": 45.0}
-    return Options(
-        mode=name,
-        device=device,
-        backends=tuple((args.backends or known).split(",")),
-        sizes=_sizes(GPU_SIZES if on_gpu else CPU_SIZES, args.tokens, args.layers),
-        host_memory=args.host_memory,
-        pool_gib=args.pool_gib or (gpu_pool_gib[name] if on_gpu else 0.5),
-        budget_s=args.budget or (budget_s[name] if on_gpu else min(50.0, budget_s[name])),
-        seed=secrets.randbits(31) if args.seed is None else args.seed,
-        out=args.out,
-        png=args.png,
-        command=command_line("transfer.py", argv, args.out),
-    )
 
 
 def _sizes(sizes: Sizes, tokens: int | None, layers: int | None) -> Sizes:
@@ -453,33 +376,41 @@ def _sizes(sizes: Sizes, tokens: int | None, layers: int | None) -> Sizes:
     )
 
 
-def arena_bytes(options: Options) -> int:
+def arena_bytes(options: RunOptions) -> int:
     """What was asked for, within half of what host memory allows and a third of the GPU's."""
     allowed = allowed_host_bytes(options.device)
     if options.device.type == "cuda":
         free_on_gpu, _ = torch.cuda.mem_get_info(options.device)
         allowed = min(allowed, free_on_gpu / 3)
-    return int(min(options.pool_gib * GIB, allowed)) // MIB * MIB
+    return int(min(options.pool_bytes, allowed)) // MIB * MIB
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 1 when a configuration moved wrong bytes."""
-    options = parse(argv)
-    result = measure(options)
-    suffix = "" if options.mode == "full" else f"-{options.mode}"
-    default = RESULTS / f"transfer-{machine_slug(result['machine'])}{suffix}.json"
-    out = options.out or default
-    write_result(out, result)
-    print(
-        f"\n{len(result['records'])} configurations, bytes checked; {len(result['refused'])} "
-        f"refused, {len(result['skipped'])} skipped, {len(result['mismatches'])} WRONG; "
-        f"{result['wall_seconds']:.0f} s; {out}"
+    parser = argparse.ArgumentParser(description="How fast is kvio::transfer?")
+    add_mode_options(parser, "a look in 30 seconds", "only the promised rows, PASS or MISS")
+    parser.add_argument("--backends", help="comma list (default: all that accept a transfer)")
+    parser.add_argument("--tokens", type=int, help="tokens of a call, a multiple of 64")
+    parser.add_argument("--layers", type=int, help="layers of a pool")
+    add_run_options(parser)
+    args = parser.parse_args(argv)
+    if args.tokens is not None and (args.tokens < PAGE or args.tokens % PAGE):
+        parser.error(f"--tokens got {args.tokens}, needs a positive multiple of {PAGE}")
+    if args.layers is not None and args.layers < 1:
+        parser.error(f"--layers got {args.layers}, needs at least 1")
+    mode = mode_of(parser, args)
+    options = resolve_run_options(
+        args,
+        argv,
+        "transfer.py",
+        mode=mode,
+        gpu_pool_gib={"full": 16.0, "quick": 4.0, "targets": 8.0}[mode],
+        gpu_budget_s={"full": 130.0, "quick": 20.0, "targets": 45.0}[mode],
     )
-    if options.png:
-        from plot import draw
-
-        draw(out, out.with_suffix(".png"))
-    return 1 if result["mismatches"] else 0
+    on_gpu = options.device.type == "cuda"
+    backends = (args.backends or (",".join(GPU_BACKENDS) if on_gpu else "cpu")).split(",")
+    sizes = _sizes(GPU_SIZES if on_gpu else CPU_SIZES, args.tokens, args.layers)
+    return finish(options, "transfer", measure(options, backends, sizes))
 
 
 if __name__ == "__main__":

@@ -38,18 +38,22 @@ from common import (
     MIB,
     Arena,
     RunOptions,
+    add_mode_options,
     add_run_options,
+    add_section_option,
     allowed_host_bytes,
     describe_machine,
     finish,
     host_cost_us,
     machine_title,
     measure_ceilings,
+    mode_of,
     print_ceilings,
     print_drift,
     print_table,
     print_targets,
     resolve_run_options,
+    sections_of,
     verdict,
 )
 
@@ -560,30 +564,22 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
         "wall_seconds": time.monotonic() - started,
         "ceilings": run.ceilings,
         "ceilings_after": ceilings_after,
-        "records": run.records,
+        **run.findings(),
         "call_costs": run.call_costs,
         "beside": beside,
         "targets": targets,
-        "refused": run.refused,
-        "skipped": run.skipped,
-        "mismatches": run.mismatches,
     }
 
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 1 when a configuration moved wrong bytes."""
     parser = argparse.ArgumentParser(description="What does staging whole pages gain and cost?")
-    modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--quick", action="store_true", help="a look in 25 seconds")
-    modes.add_argument("--targets", action="store_true", help="the promised figures, PASS or MISS")
-    parser.add_argument("--sections", help=f"comma list of {', '.join(SECTIONS)} (default: all)")
+    add_mode_options(parser, "a look in 25 seconds", "the promised figures, PASS or MISS")
+    add_section_option(parser, SECTIONS)
     add_run_options(parser)
     args = parser.parse_args(argv)
-    sections = tuple((args.sections or ",".join(SECTIONS)).split(","))
-    unknown = [name for name in sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"--sections got {unknown[0]!r}, needs some of {', '.join(SECTIONS)}")
-    mode = "targets" if args.targets else "quick" if args.quick else "full"
+    sections = sections_of(parser, args, SECTIONS)
+    mode = mode_of(parser, args)
     options = resolve_run_options(
         args,
         argv,
@@ -592,9 +588,7 @@ def main(argv: Sequence[str]) -> int:
         gpu_pool_gib=4.0,
         gpu_budget_s={"full": 88.0, "quick": 18.0, "targets": 35.0}[mode],
     )
-    if args.targets and options.device.type != "cuda":
-        parser.error("--targets needs a GPU: the promised figures are an H200's")
-    return finish(options, "write_back", measure(options, () if args.targets else sections))
+    return finish(options, "write_back", measure(options, sections))
 
 
 if __name__ == "__main__":

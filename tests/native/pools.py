@@ -6,7 +6,7 @@ where each byte lies: the definition that the C++ is compared with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -182,6 +182,22 @@ def sides(draw, *, itemsize, heads, dim, layers, max_pages, at):
     )
     start -= start % itemsize
     return [Buffer(view, start, itemsize) for view in views]
+
+
+def with_bad_entries(data, case):
+    """`case` with some entries outside their pools, and the positions of the entries that are not.
+
+    `data` is hypothesis' interactive draw.
+    """
+    count = len(case.dst_indices)
+    bad = data.draw(st.lists(st.integers(0, count - 1), max_size=4)) if count else []
+    lists = {"dst": case.dst_indices.copy(), "src": case.src_indices.copy()}
+    for position in bad:
+        side = data.draw(st.sampled_from(("dst", "src")))
+        entries = len(getattr(case, side)[0].row_bytes()) // case.slots_per_index
+        lists[side][position] = data.draw(st.sampled_from((-1, entries, entries + 7, -(2**31))))
+    broken = replace(case, dst_indices=lists["dst"], src_indices=lists["src"])
+    return broken, np.setdiff1d(np.arange(count), bad)
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from native import tma_kernel
-from native.pools import Buffer, layer_elements, transfers
+from native.pools import Buffer, layer_elements, transfers, with_bad_entries
 from native.register_kernel import bytes_moved
 from native.test_register_plan import (
     DIRECTIONS,
@@ -99,15 +99,7 @@ def test_launches_of_two_ranges_move_what_one_launch_moves(kvio, case, data):
 
 @given(wide_transfers, st.data())
 def test_rows_with_an_entry_outside_its_pool_are_skipped_and_only_they(kvio, case, data):
-    count = len(case.dst_indices)
-    bad = data.draw(st.lists(st.integers(0, count - 1), max_size=4)) if count else []
-    lists = {"dst": case.dst_indices.copy(), "src": case.src_indices.copy()}
-    for position in bad:
-        side = data.draw(st.sampled_from(("dst", "src")))
-        entries = len(getattr(case, side)[0].row_bytes()) // case.slots_per_index
-        lists[side][position] = data.draw(st.sampled_from((-1, entries, entries + 7, -(2**31))))
-    broken = dataclasses.replace(case, dst_indices=lists["dst"], src_indices=lists["src"])
-    good = np.setdiff1d(np.arange(count), bad)
+    broken, good = with_bad_entries(data, case)
     assert np.array_equal(moved_bytes(kvio, broken), wanted_bytes(case, good))
 
 
