@@ -195,13 +195,19 @@ class _SideStream:
 
     def fork(self) -> torch.cuda.Event:
         """An event after everything that the caller's current stream holds by now."""
+        if self._is_capturing():
+            raise RuntimeError(
+                "LayerwiseLoader.load: got a current stream that captures a CUDA graph; "
+                "needs one that does not (sgl_kvio.transfer can be captured)"
+            )
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def _is_capturing(self) -> bool:
+        # torch asks the current device's stream; selecting a device costs as much as all the rest.
+        if torch.cuda.current_device() == self._device.index:
+            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self._device):
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    "LayerwiseLoader.load: got a current stream that captures a CUDA graph; "
-                    "needs one that does not (sgl_kvio.transfer can be captured)"
-                )
-            return torch.cuda.current_stream(self._device).record_event()
+            return torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "gpu/device_memory.h"
-#include "plan/order.h"
 
 namespace kvio::gpu {
 namespace {
@@ -129,10 +128,6 @@ torch::stable::Tensor upload_indices(const char* op, TransferRequest* request, S
   const int64_t src_at = (list_bytes + 15) / 16 * 16;
   torch::stable::Tensor device =
       upload_bytes(op, request->gpu_index, src_at + list_bytes, stream, false, [&](char* out) {
-        if (worth_ordering(*request)) {
-          order_by_host_slot(*request, out, out + src_at);
-          return;
-        }
         pack_indices(request->dst_indices, request->num_indices, out);
         pack_indices(request->src_indices, request->num_indices, out + src_at);
       });

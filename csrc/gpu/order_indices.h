@@ -1,4 +1,4 @@
-// Order of scattered rows by host address, for index lists whose values only the GPU knows.
+// Order of scattered rows by host address.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

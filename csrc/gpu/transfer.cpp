@@ -21,6 +21,15 @@
 #include "plan/register_plan.h"
 
 namespace kvio::gpu {
+namespace {
+
+// Whether the call's rows are moved in the order of host addresses.
+bool ordered(const TransferRequest& request) {
+  return request.index_device == DeviceKind::kCpu ? worth_ordering(request) : worth_ordering_unseen(request);
+}
+
+}  // namespace
+
 void transfer(TransferRequest* request) {
   constexpr const char* op = "transfer";
   const int device = request->gpu_index;
@@ -38,12 +47,12 @@ void transfer(TransferRequest* request) {
   }
   translate_host_buffers(op, request);
 
-  std::optional<torch::stable::Tensor> indices;
-  if (cpu_indices) {
-    indices = upload_indices(op, request, stream);
-  } else if (worth_ordering_unseen(*request)) {
-    indices = order_indices(op, request, stream);
-  }
+  // Before the lists go over: it reads them.
+  const bool in_order = ordered(*request);
+  std::optional<torch::stable::Tensor> uploaded;
+  std::optional<torch::stable::Tensor> permuted;
+  if (cpu_indices) uploaded = upload_indices(op, request, stream);
+  if (in_order) permuted = order_indices(op, request, stream);
   for (const BufferGroup& group : request->groups) {
     if (group.dst.row_bytes() == 0) continue;
     if (choice.backend == Backend::kTma) {
@@ -63,10 +72,6 @@ void memcpy_batch(const MemcpyBatchRequest& request) {
 }
 
 namespace {
-
-bool ordered(const TransferRequest& request) {
-  return request.index_device == DeviceKind::kCpu ? worth_ordering(request) : worth_ordering_unseen(request);
-}
 
 std::string describe_register(const TransferRequest& request, const BufferGroup& group, int device) {
   const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);

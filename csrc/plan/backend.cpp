@@ -29,6 +29,9 @@ constexpr double kCallUs = 20;
 constexpr double kEntryUs = 0.9;
 constexpr double kUnbatchedEntryUs = 3;  // of one asynchronous copy: 15.6 GB/s with 64 KiB, 41.8 with 512 KiB
 
+// Boxes shorter than this load no faster than single rows: 512 B rows 50 GB/s in boxes of 4 KiB, 26 in boxes of 2 KiB.
+constexpr int64_t kShortBoxBytes = 4 << 10;
+
 bool crosses_link(const BackendFacts& facts) {
   return facts.direction == Direction::kHostToDevice || facts.direction == Direction::kDeviceToHost;
 }
@@ -65,8 +68,8 @@ const char* why_not_auto(Backend backend, const BackendFacts& facts) {
 // The table's figure for long flows.
 double flow_gbps(const RateTable& rates, Backend backend, const BackendFacts& facts) {
   const double run_bytes = static_cast<double>(facts.run_bytes);
-  // Without boxes, or with single rows, the ring loads every row by itself, wherever it lies.
-  const bool no_boxes = !facts.gpu.has_tensor_maps || facts.tma_single_rows || facts.stretch_bytes <= facts.row_bytes;
+  // Without boxes, or with boxes of a few rows, the ring issues a copy for little more than a row, wherever it lies.
+  const bool no_boxes = !facts.gpu.has_tensor_maps || facts.tma_single_rows || facts.stretch_bytes < kShortBoxBytes;
   const bool apart = facts.host_rows_apart && !(backend == Backend::kTma && no_boxes);
   const double rate = rate_of(rates, backend, facts.direction, apart, run_bytes);
   if (backend != Backend::kCopyEngine || facts.gpu.has_batch_call || run_bytes <= 0) return rate;

@@ -110,7 +110,7 @@ void split_copy_entry(CopyEntry entry, DstRoom dst_room, SrcRoom src_room, Emit 
 // is small and the next ones grow no faster than the engine works off what it has: an entry of 64 KiB takes 1.2 us to
 // copy and 0.9 us to submit.
 struct BatchPolicy {
-  int64_t first = 32;           // entries
+  int64_t first = 64;           // entries
   int64_t growth_percent = 25;  // of one batch over the one before
   int64_t most = 512;
 };

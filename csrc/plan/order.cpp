@@ -34,36 +34,6 @@ Walk walk_of(const IndexList& host, const IndexList& other, int64_t count) {
   return walk;
 }
 
-// Indices are below this in every buffer: they were checked.
-int64_t index_limit(const TransferRequest& request, bool dst) {
-  int64_t slots = INT64_MAX;
-  for (const BufferGroup& group : request.groups) slots = std::min(slots, dst ? group.dst.slots : group.src.slots);
-  return slots / request.slots_per_index;
-}
-
-template <class Index>
-void order(const IndexList& host, const IndexList& other, int64_t count, int shift, Index* host_out, Index* other_out) {
-  const Index* at = static_cast<const Index*>(host.data);
-  const Index* with = static_cast<const Index*>(other.data);
-  const auto bucket_of = [&](Index value) { return static_cast<size_t>(value) >> shift; };
-
-  // Counts, then the places where buckets begin.
-  int64_t place[kOrderBuckets] = {};
-  for (int64_t i = 0; i < count; ++i) ++place[bucket_of(at[i * host.stride])];
-  int64_t begin = 0;
-  for (int64_t& bucket : place) {
-    const int64_t size = bucket;
-    bucket = begin;
-    begin += size;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const Index value = at[i * host.stride];
-    const int64_t to = place[bucket_of(value)]++;
-    host_out[to] = value;
-    other_out[to] = with[i * other.stride];
-  }
-}
-
 }  // namespace
 
 int order_shift(int64_t limit) {
@@ -72,7 +42,7 @@ int order_shift(int64_t limit) {
 }
 
 bool worth_ordering(const TransferRequest& request, const OrderPolicy& policy) {
-  if (request.num_indices < std::max<int64_t>(policy.indices, 1)) return false;
+  if (request.num_indices < std::max<int64_t>(policy.indices, 1) || request.num_indices > INT32_MAX) return false;
   if ((request.dst_device == DeviceKind::kCpu) == (request.src_device == DeviceKind::kCpu)) return false;
   const bool dst = host_is_dst(request);
 
@@ -112,21 +82,6 @@ bool worth_ordering_unseen(const TransferRequest& request, const OrderPolicy& po
     row_bytes = std::max(row_bytes, group.dst.row_bytes());
   }
   return span_bytes >= policy.unseen_span_bytes && row_bytes < policy.run_bytes;
-}
-
-void order_by_host_slot(const TransferRequest& request, void* dst_out, void* src_out) {
-  const bool dst = host_is_dst(request);
-  const IndexList& host = dst ? request.dst_indices : request.src_indices;
-  const IndexList& other = dst ? request.src_indices : request.dst_indices;
-  void* host_out = dst ? dst_out : src_out;
-  void* other_out = dst ? src_out : dst_out;
-  const int shift = order_shift(index_limit(request, dst));
-  const int64_t count = request.num_indices;
-  if (host.is_int64) {
-    order(host, other, count, shift, static_cast<int64_t*>(host_out), static_cast<int64_t*>(other_out));
-  } else {
-    order(host, other, count, shift, static_cast<int32_t*>(host_out), static_cast<int32_t*>(other_out));
-  }
 }
 
 }  // namespace kvio

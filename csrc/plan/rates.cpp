@@ -11,28 +11,27 @@
 namespace kvio {
 namespace {
 
-// One H200, PCIe gen5 x16, driver 580; contiguous copies reach 54.5 H2D and 55.0 D2H there, SM kernels at most 50.8 and
-// 52.4. Columns: runs of 512 B, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 KiB, 1, 2, 4 MiB. Pools of 1 to 4 GiB.
-//
-// register: 4 CTAs, rows of 512 to 2048 bytes measured (scattered tokens and pages), and runs of 32 KiB.
-// tma: 2 CTAs, 3 where rows are apart H2D. Measured: scattered rows of 512, 1152 and 2048 B, pages of 32 KiB, 2-D boxes
-// of 512, 1024 and 2048 B rows. Scattered rows D2H are taken to be as slow as H2D.
-// copy_engine: one call in sub-batches on one stream, entries of 4, 16, 32, 64, 128, 512 KiB measured, 8 and 256 KiB in
-// between; 2 MiB from one batch. Shorter entries by their cost, 0.65 us each. Rows apart are entries of one row.
+// One H200, PCIe gen5 x16, driver 580, where contiguous copies reach 55 both ways and SM kernels at most 51 H2D and 52
+// D2H: `python -m sgl_kvio calibrate` (host pool of 4 GiB, flows of 128 MiB calls) and, where bench/crossover.py found
+// less on another machine, what lies between. Columns: runs of 512 B, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512 KiB, 1, 2,
+// 4 MiB. Runs of 512 B are single rows, which calls of that size move in host-address
+// order (tma: those of smaller calls, which are not). Runs of 1 to 8 KiB (D2H
+// 16) in random order over 4 GiB wait for address translation, and two CTAs of the ring have too few of them under way.
+// copy_engine at 32 KiB is bound by the CPU that submits: 31 to 47 on five machines.
 const RateTable kBuiltIn = {
     {
-        {{{50.2, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7},
-          {50.3, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7}},
-         {{52.0, 52.1, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2},
-          {52.1, 51.7, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0}}},
-        {{{28.1, 32.4, 50.8, 50.8, 50.8, 50.8, 50.8, 50.8, 50.8, 50.8, 50.8, 50.8, 50.8, 50.8},
-          {49.6, 49.0, 49.8, 49.8, 49.8, 49.8, 49.8, 49.8, 49.8, 49.8, 49.8, 49.8, 49.8, 49.8}},
-         {{28.1, 32.4, 50.8, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2},
-          {52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2}}},
-        {{{0.8, 1.6, 3.1, 6.1, 9.0, 12.7, 45.3, 49.9, 52.0, 53.0, 53.7, 53.7, 53.7, 53.7},
-          {0.8, 1.6, 3.1, 6.1, 9.0, 12.7, 45.3, 49.9, 52.0, 53.0, 53.7, 53.7, 53.7, 53.7}},
-         {{1.0, 2.0, 3.9, 7.9, 12.4, 19.4, 41.6, 45.9, 49.4, 51.6, 53.2, 53.5, 53.9, 53.9},
-          {1.0, 2.0, 3.9, 7.9, 12.4, 19.4, 41.6, 45.9, 49.4, 51.6, 53.2, 53.5, 53.9, 53.9}}},
+        {{{49.5, 48.5, 50.1, 50.3, 50.4, 50.4, 50.4, 50.6, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7},
+          {50.0, 50.4, 50.4, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7}},
+         {{50.0, 48.5, 51.5, 51.5, 51.7, 51.8, 51.8, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0},
+          {48.0, 50.6, 50.9, 51.8, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0, 52.0}}},
+        {{{28.1, 32.5, 35.0, 35.0, 36.0, 50.2, 50.5, 50.5, 50.6, 50.6, 50.7, 50.7, 50.7, 50.7},
+          {48.0, 49.9, 50.0, 46.8, 47.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7, 50.7}},
+         {{20.4, 23.0, 26.5, 37.5, 38.5, 46.0, 51.8, 52.0, 52.0, 52.0, 52.0, 52.1, 52.1, 52.1},
+          {28.9, 30.7, 31.6, 43.5, 46.1, 51.4, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2, 52.2}}},
+        {{{0.8, 1.7, 3.4, 7.0, 13.0, 27.5, 40.0, 52.8, 53.4, 53.5, 53.6, 54.0, 54.3, 54.3},
+          {0.8, 1.8, 3.7, 7.5, 13.5, 30.0, 45.0, 53.4, 53.8, 54.2, 54.4, 54.5, 54.6, 54.6}},
+         {{0.9, 2.2, 4.0, 8.0, 13.0, 24.0, 36.0, 48.5, 50.4, 52.3, 53.4, 54.1, 54.5, 54.8},
+          {0.9, 2.1, 4.3, 8.5, 14.5, 30.0, 45.0, 53.0, 53.5, 53.8, 54.0, 54.3, 54.6, 54.8}}},
     },
     true};
 

@@ -9,7 +9,11 @@ import sgl_kvio
 from reference import refused
 
 # Refused on a CPU only; indices on a GPU are checked by the kernel (test_faults.py).
-CPU_ONLY = {"backend that needs a GPU"}
+CPU_ONLY = {
+    "backend that needs a GPU",
+    "bulk copies without a GPU",
+    "driver copies without a GPU",
+}
 VALUES = {name for name, (_, argument, _) in BAD.items() if "_indices\\[" in argument}
 
 

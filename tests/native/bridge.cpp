@@ -356,15 +356,6 @@ int64_t chunk_room(const void* address, uint64_t begin, uint64_t chunk_bytes) {
   return static_cast<int64_t>(chunk_bytes - (reinterpret_cast<uint64_t>(address) - begin) % chunk_bytes);
 }
 
-template <class Index>
-std::pair<std::vector<int64_t>, std::vector<int64_t>> ordered(const TransferRequest& request) {
-  const size_t count = static_cast<size_t>(request.num_indices);
-  std::vector<Index> dst(count);
-  std::vector<Index> src(count);
-  order_by_host_slot(request, dst.data(), src.data());
-  return {std::vector<int64_t>(dst.begin(), dst.end()), std::vector<int64_t>(src.begin(), src.end())};
-}
-
 void bind_copy(py::module_& m) {
   m.def(
       "copy_entries",
@@ -430,12 +421,6 @@ void bind_copy(py::module_& m) {
       "worth_ordering_unseen",
       [](const OwningRequest& r, const OrderPolicy& policy) { return worth_ordering_unseen(r.request, policy); },
       py::arg("request"), py::kw_only(), py::arg("policy") = OrderPolicy());
-  m.def(
-      "order_by_host_slot",
-      [](const OwningRequest& r) {
-        return r.request.dst_indices.is_int64 ? ordered<int64_t>(r.request) : ordered<int32_t>(r.request);
-      },
-      py::arg("request"), "(dst indices, src indices)");
 }
 
 Backend backend_of(const std::string& name) {

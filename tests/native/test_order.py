@@ -1,12 +1,7 @@
-"""Index pairs in host-address order: a permutation, coarse and stable, made only where it pays."""
+"""Which calls are moved in host-address order: those it pays for. The moving is in tests/gpu."""
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from native.pools import index_array
-
-BUCKETS = 2048
 
 
 def request_of(kvio, dst, src, *, slots, row_bytes=512, host="src", pitch=None, **options):
@@ -28,52 +23,6 @@ def request_of(kvio, dst, src, *, slots, row_bytes=512, host="src", pitch=None, 
         kvio.Tensor.of_buffer(src),
         **options,
     )
-
-
-def bucket_shift(limit):
-    return max(0, (limit - 1).bit_length() - BUCKETS.bit_length() + 1)
-
-
-@given(
-    st.integers(1, 2**31 - 1).flatmap(
-        lambda slots: st.tuples(
-            st.just(slots),
-            st.lists(st.tuples(st.integers(0, slots - 1), st.integers(0, slots - 1)), max_size=60),
-        )
-    ),
-    st.sampled_from(("int32", "int64")),
-    st.sampled_from(("dst", "src")),
-    st.integers(1, 3),
-)
-def test_pairs_stay_pairs_and_come_in_the_order_of_host_regions(kvio, drawn, dtype, host, step):
-    slots, pairs = drawn
-    dst, src = (index_array([p[i] for p in pairs], dtype=dtype, step=step) for i in (0, 1))
-    request = request_of(kvio, dst, src, slots=slots, row_bytes=1, host=host)
-    shift = bucket_shift(slots)
-    key = 0 if host == "dst" else 1
-    want = sorted(pairs, key=lambda pair: pair[key] >> shift)  # Python's sort is stable
-    assert list(zip(*kvio.order_by_host_slot(request), strict=True)) == want
-
-
-def test_page_indices_are_ordered_by_page(kvio):
-    pages = np.random.default_rng(0).permutation(1 << 14)
-    line = np.arange(1 << 14)
-    request = request_of(
-        kvio, line, pages, slots=16 << 14, row_bytes=8, page_size=16, index_unit="page"
-    )
-    dst, src = (np.array(side) for side in kvio.order_by_host_slot(request))
-    np.testing.assert_array_equal(np.sort(dst), line)
-    np.testing.assert_array_equal(pages[dst], src)
-    assert (np.diff(src >> bucket_shift(1 << 14)) >= 0).all()
-
-
-def test_runs_survive_the_ordering(kvio):
-    slots = 1 << 20
-    starts = np.random.default_rng(0).permutation(slots // 8)[:1000] * 8
-    src = (starts[:, None] + np.arange(8)).ravel()
-    dst, src = kvio.order_by_host_slot(request_of(kvio, np.arange(8000), src, slots=slots))
-    together = (np.diff(src) == 1) & (np.diff(dst) == 1)
-    assert together.sum() >= 7 * 1000
 
 
 # Worth it, or not: 2^23 rows of 512 bytes are 4 GiB.
@@ -151,7 +100,6 @@ def test_nothing_to_move_is_not_worth_ordering(kvio):
     policy.indices = 0
     request = request_of(kvio, none, none, slots=SLOTS)
     assert not kvio.worth_ordering(request, policy=policy)
-    assert kvio.order_by_host_slot(request) == ([], [])
 
 
 @pytest.mark.parametrize(
