@@ -61,9 +61,19 @@ def test_rows_that_translation_does_not_hurt_are_left_alone(kvio, name):
     assert not kvio.worth_ordering(request_of(kvio, np.arange(len(src)), src, slots=SLOTS))
 
 
-def test_several_requests_each_in_order_are_still_worth_it(kvio):
-    src = np.concatenate([np.sort(part) for part in scattered().reshape(8, -1)])
-    assert kvio.worth_ordering(request_of(kvio, np.arange(COUNT), src, slots=SLOTS))
+@pytest.mark.parametrize("count", [COUNT, 8 * COUNT])
+def test_several_requests_each_in_order_are_still_worth_it(kvio, count):
+    src = np.concatenate([np.sort(part) for part in scattered(count).reshape(8, -1)])
+    assert kvio.worth_ordering(request_of(kvio, np.arange(count), src, slots=SLOTS))
+
+
+@pytest.mark.parametrize("count", [COUNT + 1, 3 * COUNT + 7, 131_072])
+def test_long_lists_are_judged_by_parts_of_them(kvio, count):
+    line, rows = np.arange(count), scattered(count)
+    long_runs = np.resize(scattered(16 * (count // 16), run=16), count)
+    assert kvio.worth_ordering(request_of(kvio, line, rows, slots=SLOTS))
+    for calm in (np.sort(rows), np.sort(rows)[::-1].copy(), long_runs):
+        assert not kvio.worth_ordering(request_of(kvio, line, calm, slots=SLOTS))
 
 
 def test_rows_consecutive_on_the_host_alone_are_short_runs(kvio):
