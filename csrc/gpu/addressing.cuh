@@ -65,13 +65,6 @@ __device__ __forceinline__ bool is_inside(const Side& side, int64_t index) {
   return static_cast<uint64_t>(index) < static_cast<uint64_t>(side.num_entries);
 }
 
-// Position in the caller's index lists of entry `position` of this launch.
-template <class P>
-__device__ __forceinline__ int64_t caller_position(const P& p, uint32_t position) {
-  const int64_t at = p.first_position + position;
-  return p.position_base + (p.caller_positions != nullptr ? p.caller_positions[at] : at);
-}
-
 // Byte offset of slot, piece in a pool.
 __device__ __forceinline__ int64_t offset_of(const Side& side, int64_t slot, uint32_t piece) {
   const int64_t in_row = piece * side.piece_stride;

@@ -14,11 +14,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "gpu/addressing.cuh"
 #include "gpu/fault.h"
-#include "gpu/fault_device.cuh"
 #include "gpu/primitives.cuh"
 #include "gpu/transfer_register.h"
+#include "gpu/units.cuh"
 
 namespace kvio::gpu {
 namespace {
@@ -28,24 +27,12 @@ constexpr int kMaxBuffers = kMaxBuffersPerLaunch;
 constexpr int kFewBuffers = 8;  // a one-layer call, whose launch need not carry kilobytes of parameters
 
 template <int kBuffers>
-struct Params {
+struct Params : UnitParams {
   char* dst_base[kBuffers];
   const char* src_base[kBuffers];
-  Side dst;
-  Side src;
-  FastDivide units_per_index;
-  FastDivide pieces;
   FastDivide inner_items;  // items are numbered outer * inner + inner
-  FaultRecord* fault;
-  int64_t fault_op;
-  const int32_t* caller_positions;  // see TransferRequest
-  int64_t position_base;            // of the request's lists in the caller's
-  int64_t first_position;           // of this launch in the caller's index lists
-  int64_t slots_per_index;
-  uint32_t num_units;  // of one buffer
   uint32_t units_per_item;
   uint32_t num_items;
-  uint32_t unit_bytes;
   uint32_t packages;        // whole packages of a unit
   uint32_t remainder;       // bytes of a unit after its packages
   uint32_t lanes_per_unit;  // power of two
@@ -53,8 +40,6 @@ struct Params {
   uint32_t max_skew;  // packages
   uint32_t stretch_loads;
   bool skew_by_dst;
-  bool buffers_innermost;
-  bool is_int64;
 };
 
 struct Item {
@@ -98,20 +83,10 @@ __device__ __forceinline__ Units locate(const P& p, const Item& item, const Unit
   units.dst = nullptr;
   units.count = min(p.units_per_item, p.num_units - item.first_unit);
   if (lane >= units.count) return units;
-  const uint32_t unit = item.first_unit + lane;
-  const uint32_t position = p.units_per_index.quotient(unit);
-  const bool dst_ok = is_inside(p.dst, index.dst);
-  const bool src_ok = is_inside(p.src, index.src);
-  if (dst_ok && src_ok) {
-    const uint32_t in_index = unit - position * p.units_per_index.divisor;
-    const uint32_t token = p.pieces.quotient(in_index);
-    const uint32_t piece = in_index - token * p.pieces.divisor;
-    units.dst = p.dst_base[item.buffer] + offset_of(p.dst, index.dst * p.slots_per_index + token, piece);
-    units.src += offset_of(p.src, index.src * p.slots_per_index + token, piece);
-  } else if (!dst_ok) {
-    record_fault(p.fault, p.fault_op, caller_position(p, position), index.dst, p.dst.num_entries);
-  } else {
-    record_fault(p.fault, p.fault_op + 1, caller_position(p, position), index.src, p.src.num_entries);
+  UnitPlace place;
+  if (find_unit(p, item.first_unit + lane, index.dst, index.src, &place)) {
+    units.dst = p.dst_base[item.buffer] + place.dst;
+    units.src += place.src;
   }
   return units;
 }
@@ -268,31 +243,18 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
     p.dst_base[b] = group.dst_base[first_buffer + b];
     p.src_base[b] = group.src_base[first_buffer + b];
   }
-  p.dst = make_side(plan.dst, request.dst_indices, first, plan.slots_per_index);
-  p.src = make_side(plan.src, request.src_indices, first, plan.slots_per_index);
-  p.pieces = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces));
-  p.units_per_index = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces * plan.slots_per_index));
-  p.unit_bytes = static_cast<uint32_t>(plan.dst.piece_bytes);
+  fill_unit_params(request, plan, first, fault, &p);
   p.packages = static_cast<uint32_t>(plan.packages);
   p.lanes_per_unit = static_cast<uint32_t>(plan.split.lanes_per_unit);
   p.skew_mask = static_cast<uint32_t>(plan.skew_alignment - 1);
   p.max_skew = static_cast<uint32_t>(plan.max_skew);
   p.skew_by_dst = plan.skew_by_dst;
   p.stretch_loads = static_cast<uint32_t>(plan.stretch_loads);
-  p.fault = fault;
-  p.fault_op = static_cast<int64_t>(request.fault_op);
-  p.caller_positions = request.caller_positions;
-  p.position_base = request.first_position;
-  p.first_position = first;
-  p.slots_per_index = plan.slots_per_index;
-  p.num_units = static_cast<uint32_t>(plan.units);
   p.units_per_item = static_cast<uint32_t>(plan.units_per_item);
   const uint32_t items_per_buffer = (p.num_units + p.units_per_item - 1) / p.units_per_item;
   p.num_items = items_per_buffer * static_cast<uint32_t>(count);
   p.remainder = static_cast<uint32_t>(plan.remainder);
-  p.buffers_innermost = plan.buffers_innermost;
   p.inner_items = FastDivide(plan.buffers_innermost ? static_cast<uint32_t>(count) : items_per_buffer);
-  p.is_int64 = request.dst_indices.is_int64;
   const Kernel<kBuffers> kernel = kernel_of<kBuffers>(plan.package_bytes, plan.split);
   // Not <<<>>>, whose outcome has to be asked of the runtime's last error, which an earlier call may have left.
   void* arguments[] = {&p};

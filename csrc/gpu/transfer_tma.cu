@@ -2,9 +2,8 @@
 // ring in shared memory by bulk copies; the store warps write each stage out with 16-byte stores and release it.
 //
 // What shaped it (H200, PCIe gen5 x16):
-// * A load from page-locked host memory takes 1.3 us and more, so a CTA must keep some 190 KiB in flight: the whole
-// ring.
-//   Six stages of 32 KiB give 44 GB/s with one CTA, smaller rings less.
+// * A load from page-locked host memory takes 1.3 us and more, so a CTA must keep some 190 KiB in flight, the whole
+//   ring: six stages of 32 KiB give 44 GB/s with one CTA, smaller rings less.
 // * A bulk copy costs the copy unit the more the shorter it is: 512-byte copies one at a time reach 2.5 GB/s. So rows
 //   that follow each other are one copy, found by the loader's lanes from the addresses alone (nothing depends on the
 //   promise), and rows of a pool at a pitch are one tensor-map box.
@@ -13,22 +12,22 @@
 // * Storing by bulk copies was measured slower to the device (37 against 44 GB/s with one CTA) and not faster to the
 //   host, so stores are ordinary ones.
 // * Working out the addresses of a chunk takes a warp about 1.3 us, a chunk of 32 KiB at 44 GB/s 0.7 us: one loader
-// warp
-//   held a CTA at 20 GB/s (512-byte rows) to 29 (1152). So loaders take chunks in turn.
+//   warp held a CTA at 20 GB/s (512-byte rows) to 29 (1152). So loaders take chunks in turn.
+// * What changed nothing: 10 store warps instead of 8, two or three groups of store warps taking stages in turn,
+//   stages of 16 or 24 KiB, six loaders, boxes cut into shorter inner dims, L2 promotion of boxes.
 // * A loader fetches the indices of its next chunk before it waits for a free stage, and uses them only after.
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
-#include "gpu/addressing.cuh"
 #include "gpu/bulk_copy.cuh"
 #include "gpu/device_facts.h"
 #include "gpu/driver.h"
 #include "gpu/fault.h"
-#include "gpu/fault_device.cuh"
 #include "gpu/primitives.cuh"
 #include "gpu/transfer_tma.h"
+#include "gpu/units.cuh"
 #include "plan/register_plan.h"
 
 namespace kvio::gpu {
@@ -49,31 +48,17 @@ template <>
 struct Maps<0> {};
 
 template <int kBuffers, bool kBoxes>
-struct Params {
+struct Params : UnitParams {
   Maps<kBoxes ? kBuffers : 0> maps;
   char* dst_base[kBuffers];
   const char* src_base[kBuffers];
-  Side dst;
-  Side src;
-  FastDivide units_per_index;
-  FastDivide pieces;
   FastDivide inner_chunks;       // chunks are numbered outer * inner + inner
   FastDivide packages_per_unit;  // 16 bytes each
-  FaultRecord* fault;
-  int64_t fault_op;
-  const int32_t* caller_positions;  // see TransferRequest
-  int64_t position_base;            // of the request's lists in the caller's
-  int64_t first_position;           // of this launch in the caller's index lists
-  int64_t slots_per_index;
-  uint32_t num_units;  // of one buffer
   uint32_t units_per_chunk;
   uint32_t num_chunks;
-  uint32_t unit_bytes;
   uint32_t stage_bytes;
   uint32_t num_stages;
   uint32_t num_loaders;
-  bool buffers_innermost;
-  bool is_int64;
 };
 
 // What the loader tells the store warps about a stage.
@@ -191,24 +176,14 @@ __device__ __forceinline__ void locate(const P& p, const Chunk& chunk, const Ind
     int64_t src_slot = 0;
     int64_t slot_key = -2;  // counts pieces: consecutive units of consecutive slots differ by one
     if (is_unit) {
-      const uint32_t unit = chunk.first_unit + number;
-      const uint32_t position = p.units_per_index.quotient(unit);
       const int64_t dst_index = indices.dst[j].value(p.is_int64);
       const int64_t src_index = indices.src[j].value(p.is_int64);
-      const bool dst_ok = is_inside(p.dst, dst_index);
-      const bool src_ok = is_inside(p.src, src_index);
-      if (dst_ok && src_ok) {
-        const uint32_t in_index = unit - position * p.units_per_index.divisor;
-        const uint32_t token = p.pieces.quotient(in_index);
-        const uint32_t piece = in_index - token * p.pieces.divisor;
-        src_slot = src_index * p.slots_per_index + token;
-        out.dst[j] = p.dst_base[chunk.buffer] + offset_of(p.dst, dst_index * p.slots_per_index + token, piece);
-        out.src[j] = p.src_base[chunk.buffer] + offset_of(p.src, src_slot, piece);
-        slot_key = src_slot * p.pieces.divisor + piece;
-      } else if (!dst_ok) {
-        record_fault(p.fault, p.fault_op, caller_position(p, position), dst_index, p.dst.num_entries);
-      } else {
-        record_fault(p.fault, p.fault_op + 1, caller_position(p, position), src_index, p.src.num_entries);
+      UnitPlace place;
+      if (find_unit(p, chunk.first_unit + number, dst_index, src_index, &place)) {
+        src_slot = place.src_slot;
+        out.dst[j] = p.dst_base[chunk.buffer] + place.dst;
+        out.src[j] = p.src_base[chunk.buffer] + place.src;
+        slot_key = src_slot * p.pieces.divisor + place.piece;
       }
     }
     __syncwarp();
@@ -484,28 +459,15 @@ bool launch_buffers(const Launch& launch) {
     p.src_base[b] = launch.group.src_base[launch.first_buffer + b];
   }
   if (!encode_maps(plan, &p, count)) return false;
-  p.dst = make_side(plan.dst, launch.request.dst_indices, launch.first, plan.slots_per_index);
-  p.src = make_side(plan.src, launch.request.src_indices, launch.first, plan.slots_per_index);
-  p.pieces = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces));
-  p.units_per_index = FastDivide(static_cast<uint32_t>(plan.dst.num_pieces * plan.slots_per_index));
+  fill_unit_params(launch.request, plan, launch.first, launch.fault, &p);
   p.packages_per_unit = FastDivide(static_cast<uint32_t>(plan.unit_bytes / 16));
-  p.fault = launch.fault;
-  p.fault_op = static_cast<int64_t>(launch.request.fault_op);
-  p.caller_positions = launch.request.caller_positions;
-  p.position_base = launch.request.first_position;
-  p.first_position = launch.first;
-  p.slots_per_index = plan.slots_per_index;
-  p.num_units = static_cast<uint32_t>(plan.units);
   p.units_per_chunk = static_cast<uint32_t>(plan.units_per_chunk);
   const uint32_t chunks_per_buffer = (p.num_units + p.units_per_chunk - 1) / p.units_per_chunk;
   p.num_chunks = chunks_per_buffer * static_cast<uint32_t>(count);
   p.inner_chunks = FastDivide(plan.buffers_innermost ? static_cast<uint32_t>(count) : chunks_per_buffer);
-  p.unit_bytes = static_cast<uint32_t>(plan.unit_bytes);
   p.stage_bytes = static_cast<uint32_t>(plan.stage_bytes);
   p.num_stages = static_cast<uint32_t>(plan.stages);
   p.num_loaders = static_cast<uint32_t>(plan.loaders);
-  p.buffers_innermost = plan.buffers_innermost;
-  p.is_int64 = launch.request.dst_indices.is_int64;
 
   static std::atomic<bool> allowed[kMaxDevices];
   const void* kernel = reinterpret_cast<const void*>(tma_copy<kBuffers, kBoxes>);
