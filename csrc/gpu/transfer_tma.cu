@@ -72,8 +72,8 @@ struct Ring {
   char* rows;
   char** dst;  // units_per_chunk addresses a stage, null for a unit that is not to be written
   StageInfo* info;
-  Barrier* full;   // one arrival by the loader, and the bytes
-  Barrier* empty;  // one arrival a store warp
+  Barrier* full;   // an arrival by every lane of the loader, and the bytes
+  Barrier* empty;  // an arrival by every storing thread
 };
 
 template <class P>
@@ -311,9 +311,13 @@ __device__ __forceinline__ void run_loader(const P& p, const Ring& ring, uint32_
     for (int j = 0; j < kUnitsPerLane; ++j) {
       if (j * 32 + lane < current.units) dst[j * 32 + lane] = located.dst[j];
     }
-    if (lane == 0) ring.info[cursor.stage] = {current.units, located.dst_stretch ? 1u : 0u};
-    __syncwarp();
-    if (lane == 0) arrive_expecting(&ring.full[cursor.stage], located.present * p.unit_bytes);
+    // Every lane has written addresses and arrives for itself.
+    if (lane == 0) {
+      ring.info[cursor.stage] = {current.units, located.dst_stretch ? 1u : 0u};
+      arrive_expecting(&ring.full[cursor.stage], located.present * p.unit_bytes);
+    } else {
+      arrive(&ring.full[cursor.stage]);
+    }
     __syncwarp();
     load_chunk<kBoxes>(p, current, located, lane, ring.rows + cursor.stage * p.stage_bytes, &ring.full[cursor.stage]);
     if (!more) return;
@@ -379,8 +383,7 @@ __device__ __forceinline__ void run_storer(const P& p, const Ring& ring, uint32_
     } else {
       store_units(p, dst, rows, packages, thread, threads);
     }
-    __syncwarp();
-    if (thread % 32 == 0) arrive(&ring.empty[cursor.stage]);
+    arrive(&ring.empty[cursor.stage]);
     cursor.advance(1, p.num_stages);
   }
 }
@@ -394,8 +397,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) tma_copy(const __grid_constant
   const uint32_t store_warps = blockDim.x / 32 - p.num_loaders;
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < p.num_stages; ++stage) {
-      init_barrier(&ring.full[stage], 1);
-      init_barrier(&ring.empty[stage], store_warps);
+      init_barrier(&ring.full[stage], 32);
+      init_barrier(&ring.empty[stage], store_warps * 32);
     }
     publish_barriers();
   }

@@ -33,7 +33,8 @@ def host():
     if int(facts["MemAvailable"].split()[0]) << 10 < SIZE + (2 << 30):
         pytest.skip("needs 6.5 GiB of free host memory")
     block = cases.page_aligned_bytes(SIZE)
-    sgl_kvio.host_register(block, 1 << 30)
+    # Whole pages of every layout here, as HostKVPool does it: no row lies across two chunks.
+    sgl_kvio.host_register(block, (1 << 30) // (LAYERS * ROW) * (LAYERS * ROW))
     yield block
     sgl_kvio.host_unregister(block)
 
