@@ -181,7 +181,7 @@ void bind_request(py::module_& m) {
   m.def(
       "align_pieces",
       [](PoolView dst, PoolView src, int64_t position) {
-        align_pieces("transfer", position, &dst, &src);
+        align_pieces("transfer", SideNames{"dst", "src"}, position, &dst, &src);
         return std::make_pair(dst, src);
       },
       py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("position") = 0);

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 SOURCES = (
     HERE / "bridge.cpp",
+    CSRC / "request" / "buffer_list.cpp",
     CSRC / "request" / "request.cpp",
     CSRC / "request" / "staged_request.cpp",
     CSRC / "plan" / "register_plan.cpp",
