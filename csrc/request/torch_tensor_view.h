@@ -13,6 +13,7 @@ namespace kvio {
 inline TensorView view_of(AtenTensorHandle handle) {
   static const int32_t kCpuType = aoti_torch_device_type_cpu();
   static const int32_t kGpuType = aoti_torch_device_type_cuda();
+  static const int32_t kInt16 = aoti_torch_dtype_int16();
   static const int32_t kInt32 = aoti_torch_dtype_int32();
   static const int32_t kInt64 = aoti_torch_dtype_int64();
   TensorView view;
@@ -36,6 +37,7 @@ inline TensorView view_of(AtenTensorHandle handle) {
   view.data = static_cast<char*>(data);
   view.element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
   view.storage_bytes = storage_bytes - storage_offset * view.element_size;
+  view.is_int16 = view.dtype == kInt16;
   view.is_int32 = view.dtype == kInt32;
   view.is_int64 = view.dtype == kInt64;
   view.device =

@@ -76,6 +76,7 @@ class Tensor {
     facts_.data = reinterpret_cast<char*>(address);
     facts_.dtype = code_of(dtype);
     facts_.element_size = kDtypes[facts_.dtype].element_size;
+    facts_.is_int16 = dtype == "int16";
     facts_.is_int32 = dtype == "int32";
     facts_.is_int64 = dtype == "int64";
     facts_.storage_bytes = INT64_MAX;

@@ -26,6 +26,7 @@ SOURCES = (
     CSRC / "request" / "buffer_list.cpp",
     CSRC / "request" / "request.cpp",
     CSRC / "request" / "staged_request.cpp",
+    CSRC / "request" / "swap_in_request.cpp",
     CSRC / "plan" / "register_plan.cpp",
     CSRC / "plan" / "tma_plan.cpp",
     CSRC / "plan" / "units.cpp",
