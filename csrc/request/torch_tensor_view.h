@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,6 +72,19 @@ class BoxedTensor {
 
  private:
   AtenTensorHandle handle_;
+};
+
+class BoxedOptionalTensor {
+ public:
+  explicit BoxedOptionalTensor(StableIValue value) {
+    const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(value);
+    if (handle) tensor_.emplace(torch::stable::detail::from(*handle));
+  }
+
+  std::optional<TensorView> view() const { return tensor_ ? std::optional<TensorView>(tensor_->view()) : std::nullopt; }
+
+ private:
+  std::optional<BoxedTensor> tensor_;
 };
 
 // Deleting the list frees only its array: every element is a handle of the callee's own.

@@ -38,6 +38,7 @@ SOURCES = (
     CSRC / "plan" / "rates.cpp",
     CSRC / "plan" / "run_stats.cpp",
     CSRC / "plan" / "staged_plan.cpp",
+    CSRC / "plan" / "swap_in_plan.cpp",
 )
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-fvisibility=hidden")
 
