@@ -639,7 +639,9 @@ def _fake_swap_in(
     row_ndim: int = 2,
     num_blocks: int = 0,
 ) -> None:
-    given = [t for t in (num_real_reqs, device_locs, miss_src, miss_dst, miss_count) if t is not None]
+    given = [
+        t for t in (num_real_reqs, device_locs, miss_src, miss_dst, miss_count) if t is not None
+    ]
     state = [top_k_tokens, device_buffer_tokens, device_buffer_locs, host_cache_locs, lru_slots]
     batch = [top_k_device_locs, req_pool_indices, seq_lens]
     _refuse_mixed_meta("swap_in", [*state, *host_cache, *device_buffer, *batch, *given])

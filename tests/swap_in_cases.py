@@ -299,9 +299,11 @@ class World:
     def draw_batch(self, batch: int | None = None, num_real: int | None = None) -> tuple[int, int]:
         """Fills the inputs of a call; returns the batch and how many of its rows are real."""
         rng, spec = self.rng, self.spec
-        batch = rng.randint(0, spec.max_batch) if batch is None else batch
+        if batch is None:
+            batch = rng.choice((spec.max_batch, rng.randint(0, spec.max_batch)))
         most = min(batch, spec.num_requests)
-        num_real = rng.randint(0, most) if num_real is None else num_real
+        if num_real is None:
+            num_real = rng.choice((most, most, rng.randint(0, most)))
         rows = rng.sample(range(spec.num_requests), num_real)
         for b in range(batch):
             if b < num_real:
