@@ -421,7 +421,7 @@ class World:
             num_blocks=arguments["num_blocks"],
         )
 
-    def bad_step(self, *, raises: bool) -> list[tuple[str, int, int, int]]:
+    def bad_step(self, *, raises: bool) -> list[swap_in_oracle.Fault]:
         """A call with a few bad values in it. On the CPU it `raises` where they matter and changes
         nothing; a kernel skips what they spoil. Returns the faults that the oracle saw."""
         batch, num_real = self.draw_batch()
@@ -430,7 +430,7 @@ class World:
         arguments = self.arguments(batch)
         if outcome.faults and raises:
             text = self._refusal(arguments)
-            named = [f"{name}[{row}, {at}] is {value};" for name, row, at, value in outcome.faults]
+            named = [f"{name}{list(at)} is {value};" for name, at, value in outcome.faults]
             assert any(name in text for name in named), (text, named)
             assert re.search(r"kvio::swap_in: .*; it needs ", text), text
         else:
@@ -449,19 +449,19 @@ class World:
             return str(error)
         raise AssertionError("a bad value was not refused")
 
-    def _damage(self, num_real: int) -> list[tuple[Held, tuple[int, int], int]]:
+    def _damage(self, num_real: int) -> list[tuple[Held, tuple[int, ...], int]]:
         """Puts bad values where real rows may meet them; returns what was there."""
         rng, spec = self.rng, self.spec
-        damaged: list[tuple[Held, tuple[int, int], int]] = []
+        damaged: list[tuple[Held, tuple[int, ...], int]] = []
 
-        def put(held: Held, at: tuple[int, int], value: int) -> None:
+        def put(held: Held, at: tuple[int, ...], value: int) -> None:
             damaged.append((held, at, int(held.mirror[at])))
             held.set(value, at)
 
         for b in range(num_real):
             r = int(self.inputs["req_pool_indices"].mirror[b])
             length = self.requests[r].length
-            kind = rng.choice(("none", "token", "host", "device", "pass"))
+            kind = rng.choice(("none", "token", "host", "device", "pass", "request"))
             if kind == "token":
                 at = (b, rng.randrange(spec.top_k))
                 beyond = rng.choice((length, spec.max_len, 2**31 - 1))
@@ -475,6 +475,9 @@ class World:
                 value = rng.choice((-1, self.device_slots, -(2**31), 2**31 - 1))
                 at = (r, rng.randint(0, spec.hot_buffer_size))
                 put(self.state["device_buffer_locs"], at, value)
+            elif kind == "request":
+                value = rng.choice((-1, spec.num_requests, 2**31 - 1))
+                put(self.inputs["req_pool_indices"], (b,), value)
             elif kind == "pass" and spec.with_device_locs:
                 at = (r, rng.randrange(length))
                 put(self.state["device_locs"], at, rng.choice((self.device_slots, 2**31 - 1)))

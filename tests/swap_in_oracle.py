@@ -8,6 +8,13 @@ calls raise instead, before anything changes.)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    argument: str
+    position: tuple[int, ...]
+    value: int
 
 
 @dataclass
@@ -36,7 +43,7 @@ class Outcome:
     # Of each batch row: host row and device row of every miss, in order. A row outside its pool
     # is recorded and not copied.
     misses: list[list[tuple[int, int]]]
-    faults: list[tuple[str, int, int, int]] = field(default_factory=list)  # argument, row, column
+    faults: list[Fault] = field(default_factory=list)
 
 
 def swap_in(call: Call) -> Outcome:
@@ -48,6 +55,9 @@ def swap_in(call: Call) -> Outcome:
     )
     for b in range(call.num_real):
         request = call.req_pool_indices[b]
+        if not 0 <= request < len(call.device_buffer_tokens):
+            outcome.faults.append(Fault("req_pool_indices", (b,), request))
+            continue
         if call.device_locs is None and call.seq_lens[b] <= call.hot_buffer_size:
             look_up_short_request(call, outcome, b, request)
         else:
@@ -60,7 +70,7 @@ def device_row(call: Call, outcome: Outcome, request: int, slot: int) -> int:
     loc = call.device_buffer_locs[request][slot]
     if 0 <= loc < call.device_slots:
         return loc
-    outcome.faults.append(("device_buffer_locs", request, slot, loc))
+    outcome.faults.append(Fault("device_buffer_locs", (request, slot), loc))
     return -1
 
 
@@ -70,7 +80,7 @@ def look_up_short_request(call: Call, outcome: Outcome, b: int, request: int) ->
         if i >= length or token < 0:
             continue
         if token >= length:
-            outcome.faults.append(("top_k_tokens", b, i, token))
+            outcome.faults.append(Fault("top_k_tokens", (b, i), token))
             continue
         outcome.locs[b][i] = device_row(call, outcome, request, token)
 
@@ -88,11 +98,11 @@ def resolve_long_request(call: Call, outcome: Outcome, b: int, request: int) -> 
         if token < 0:
             continue
         if token >= length or token >= max_len:
-            outcome.faults.append(("top_k_tokens", b, i, token))
+            outcome.faults.append(Fault("top_k_tokens", (b, i), token))
             continue
         passed = -1 if call.device_locs is None else call.device_locs[request][token]
         if passed >= call.device_slots:
-            outcome.faults.append(("device_locs", request, token, passed))
+            outcome.faults.append(Fault("device_locs", (request, token), passed))
         elif passed >= 0:
             outcome.locs[b][i] = passed
         elif token == length - 1:
@@ -113,7 +123,7 @@ def resolve_long_request(call: Call, outcome: Outcome, b: int, request: int) -> 
             continue
         host_row = call.host_cache_locs[request][token]
         if not 0 <= host_row < call.host_slots:
-            outcome.faults.append(("host_cache_locs", request, token, host_row))
+            outcome.faults.append(Fault("host_cache_locs", (request, token), host_row))
             continue  # takes nothing
         slot = evictable[len(taken)]
         taken.append(slot)

@@ -535,11 +535,17 @@ def test_the_random_steps_meet_what_they_are_for():
             lookups += sum(loc >= 0 for row in outcome.locs for loc in row)
             padded += len(outcome.locs) - int(world.inputs["num_real_reqs"].mirror)
         for _ in range(10):
-            faults |= {fault[0] for fault in world.bad_step(raises=True)}
+            faults |= {fault.argument for fault in world.bad_step(raises=True)}
     assert misses > 300
     assert lookups > 2 * misses
     assert padded > 100
-    assert faults == {"top_k_tokens", "device_buffer_locs", "host_cache_locs", "device_locs"}
+    assert faults == {
+        "top_k_tokens",
+        "device_buffer_locs",
+        "host_cache_locs",
+        "device_locs",
+        "req_pool_indices",
+    }
 
 
 # Bad input: every error names its argument, and nothing has changed.

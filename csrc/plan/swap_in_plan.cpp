@@ -143,7 +143,7 @@ class RowResolver {
       }
       seen[static_cast<size_t>(slot)] = true;
       const int32_t resident = request_.device_buffer_tokens.at(slot_row_, slot);
-      const auto it = resident < 0 ? wanted_.position.end() : wanted_.position.find(resident);
+      const auto it = wanted_.position.find(resident);  // an empty slot's -1 is never wanted
       if (it == wanted_.position.end()) {
         slots.evictable.push_back(slot);
         continue;
