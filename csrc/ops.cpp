@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/swap_in.h"
 #include "cpu/transfer.h"
 #include "error.h"
 #include "plan/backend.h"
@@ -14,6 +15,7 @@
 #include "plan/runs.h"
 #include "plan/staged_plan.h"
 #include "request/request.h"
+#include "request/swap_in_request.h"
 #include "request/torch_tensor_view.h"
 #ifdef KVIO_WITH_GPU
 #include "gpu/fault.h"
@@ -138,6 +140,103 @@ void explain_cpu(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = torch::stable::detail::from(describe(choice, facts) + describe(request));
 }
 
+// The arguments of swap_in in schema order. Owns them: the request points into their tensors.
+class SwapInCall {
+ public:
+  explicit SwapInCall(StableIValue* stack)
+      : top_k_tokens_(stack[0]),
+        device_buffer_tokens_(stack[1]),
+        device_buffer_locs_(stack[2]),
+        host_cache_locs_(stack[3]),
+        lru_slots_(stack[4]),
+        host_cache_(stack[5]),
+        device_buffer_(stack[6]),
+        top_k_device_locs_(stack[7]),
+        req_pool_indices_(stack[8]),
+        seq_lens_(stack[9]),
+        num_real_reqs_(stack[11]),
+        device_locs_(stack[12]),
+        miss_src_(stack[13]),
+        miss_dst_(stack[14]),
+        miss_count_(stack[15]) {
+    SwapInTensors tensors;
+    tensors.top_k_tokens = top_k_tokens_.view();
+    tensors.device_buffer_tokens = device_buffer_tokens_.view();
+    tensors.device_buffer_locs = device_buffer_locs_.view();
+    tensors.host_cache_locs = host_cache_locs_.view();
+    tensors.lru_slots = lru_slots_.view();
+    tensors.host_cache = host_cache_.views();
+    tensors.device_buffer = device_buffer_.views();
+    tensors.top_k_device_locs = top_k_device_locs_.view();
+    tensors.req_pool_indices = req_pool_indices_.view();
+    tensors.seq_lens = seq_lens_.view();
+    tensors.num_real_reqs = num_real_reqs_.view();
+    tensors.device_locs = device_locs_.view();
+    tensors.miss_src = miss_src_.view();
+    tensors.miss_dst = miss_dst_.view();
+    tensors.miss_count = miss_count_.view();
+    SwapInOptions options;
+    options.hot_buffer_size = torch::stable::detail::to<int64_t>(stack[10]);
+    options.skip_io = torch::stable::detail::to<bool>(stack[16]);
+    options.row_ndim = torch::stable::detail::to<int64_t>(stack[17]);
+    options.num_blocks = torch::stable::detail::to<int64_t>(stack[18]);
+    request = make_swap_in_request(tensors, options, dtype_name);
+  }
+
+  SwapInRequest request;
+
+ private:
+  BoxedTensor top_k_tokens_;
+  BoxedTensor device_buffer_tokens_;
+  BoxedTensor device_buffer_locs_;
+  BoxedTensor host_cache_locs_;
+  BoxedTensor lru_slots_;
+  BoxedTensorList host_cache_;
+  BoxedTensorList device_buffer_;
+  BoxedTensor top_k_device_locs_;
+  BoxedTensor req_pool_indices_;
+  BoxedTensor seq_lens_;
+  BoxedOptionalTensor num_real_reqs_;
+  BoxedOptionalTensor device_locs_;
+  BoxedOptionalTensor miss_src_;
+  BoxedOptionalTensor miss_dst_;
+  BoxedOptionalTensor miss_count_;
+};
+
+// The arguments of copy_planned in schema order.
+class CopyPlannedCall {
+ public:
+  explicit CopyPlannedCall(StableIValue* stack)
+      : host_cache_(stack[0]),
+        device_buffer_(stack[1]),
+        miss_src_(stack[2]),
+        miss_dst_(stack[3]),
+        miss_count_(stack[4]),
+        num_real_reqs_(stack[5]) {
+    SwapInOptions options;
+    options.skip_io = torch::stable::detail::to<bool>(stack[6]);
+    options.row_ndim = torch::stable::detail::to<int64_t>(stack[7]);
+    options.num_blocks = torch::stable::detail::to<int64_t>(stack[8]);
+    request = make_copy_planned_request({host_cache_.views(), device_buffer_.views(), miss_src_.view(),
+                                         miss_dst_.view(), miss_count_.view(), num_real_reqs_.view()},
+                                        options, dtype_name);
+  }
+
+  CopyPlannedRequest request;
+
+ private:
+  BoxedTensorList host_cache_;
+  BoxedTensorList device_buffer_;
+  BoxedTensor miss_src_;
+  BoxedTensor miss_dst_;
+  BoxedTensor miss_count_;
+  BoxedTensor num_real_reqs_;
+};
+
+void swap_in_cpu(StableIValue* stack, uint64_t, uint64_t) { cpu::swap_in(SwapInCall(stack).request); }
+
+void copy_planned_cpu(StableIValue* stack, uint64_t, uint64_t) { cpu::copy_planned(CopyPlannedCall(stack).request); }
+
 #ifdef KVIO_WITH_GPU
 
 void transfer_gpu(StableIValue* stack, uint64_t, uint64_t) {
@@ -163,6 +262,21 @@ void transfer_staged_gpu(StableIValue* stack, uint64_t, uint64_t) {
 void explain_staged_gpu(StableIValue* stack, uint64_t, uint64_t) {
   const StagedCall call("explain_staged", stack);
   stack[0] = torch::stable::detail::from(gpu::explain_staged(call.request));
+}
+
+// The GPU kernels go here: gpu::swap_in(&call.request), gpu::copy_planned(&call.request).
+[[noreturn]] void no_gpu_kernel(const char* op) {
+  fail(op, "this version of sgl_kvio has no GPU kernel for it; it needs every tensor on the CPU");
+}
+
+void swap_in_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  const SwapInCall call(stack);
+  no_gpu_kernel("swap_in");
+}
+
+void copy_planned_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  const CopyPlannedCall call(stack);
+  no_gpu_kernel("copy_planned");
 }
 
 TensorView cpu_view_of(const char* op, const Tensor& tensor) {
@@ -246,6 +360,15 @@ STABLE_TORCH_LIBRARY(kvio, m) {
       "explain_staged(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, Tensor staging, *, "
       "int page_size, int row_ndim=2, str index_unit=\"token\", int num_blocks=0) -> str");
   m.def("memcpy_batch(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, int[] nbytes) -> ()");
+  m.def(
+      "swap_in(Tensor top_k_tokens, Tensor(a!) device_buffer_tokens, Tensor device_buffer_locs, "
+      "Tensor host_cache_locs, Tensor(b!) lru_slots, Tensor[] host_cache, Tensor(c!)[] device_buffer, "
+      "Tensor(d!) top_k_device_locs, Tensor req_pool_indices, Tensor seq_lens, *, int hot_buffer_size, "
+      "Tensor? num_real_reqs=None, Tensor? device_locs=None, Tensor(e!)? miss_src=None, Tensor(f!)? miss_dst=None, "
+      "Tensor(g!)? miss_count=None, bool skip_io=False, int row_ndim=2, int num_blocks=0) -> ()");
+  m.def(
+      "copy_planned(Tensor[] host_cache, Tensor(a!)[] device_buffer, Tensor miss_src, Tensor miss_dst, "
+      "Tensor miss_count, Tensor num_real_reqs, *, bool skip_io=False, int row_ndim=2, int num_blocks=0) -> ()");
   m.def("host_register(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()");
   m.def("host_unregister(Tensor(a!) tensor, int device_index=-1) -> ()");
   m.def("device_pointer(Tensor tensor, int device_index=-1) -> int");
@@ -265,6 +388,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CPU, m) {
   m.impl("explain", &kvio::explain_cpu);
   m.impl("transfer_staged", &kvio::transfer_staged_cpu);
   m.impl("explain_staged", &kvio::explain_staged_cpu);
+  m.impl("swap_in", &kvio::swap_in_cpu);
+  m.impl("copy_planned", &kvio::copy_planned_cpu);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
@@ -277,6 +402,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
   m.impl("explain", &kvio::explain_gpu);
   m.impl("transfer_staged", &kvio::transfer_staged_gpu);
   m.impl("explain_staged", &kvio::explain_staged_gpu);
+  m.impl("swap_in", &kvio::swap_in_gpu);
+  m.impl("copy_planned", &kvio::copy_planned_gpu);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));

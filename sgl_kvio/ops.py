@@ -231,6 +231,182 @@ def memcpy_batch(
     )
 
 
+def swap_in(
+    top_k_tokens: torch.Tensor,
+    device_buffer_tokens: torch.Tensor,
+    device_buffer_locs: torch.Tensor,
+    host_cache_locs: torch.Tensor,
+    lru_slots: torch.Tensor,
+    host_cache: torch.Tensor | Sequence[torch.Tensor],
+    device_buffer: torch.Tensor | Sequence[torch.Tensor],
+    top_k_device_locs: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    hot_buffer_size: int,
+    num_real_reqs: torch.Tensor | None = None,
+    device_locs: torch.Tensor | None = None,
+    miss_src: torch.Tensor | None = None,
+    miss_dst: torch.Tensor | None = None,
+    miss_count: torch.Tensor | None = None,
+    skip_io: bool = False,
+    row_ndim: int = 2,
+    num_blocks: int = 0,
+) -> None:
+    """Bring the tokens that sparse attention selected onto the device; say where each one lies.
+
+    Every request has a hot buffer: ``hot_buffer_size`` slots (B) on the device for a cache that is
+    complete on the host only. Selected tokens that are resident stay; each other one takes the
+    least recently used slot that no selected token holds, and its row is copied there from the
+    host. Column B of ``device_buffer_locs`` is the newest token's slot: its row is there already,
+    and it is never evicted or written.
+
+    ``bs`` is the batch, ``K`` its selection (at most B), ``R`` the request slots. Every 2-D tensor
+    may have a row stride of its own.
+
+    Args:
+        top_k_tokens: int32 ``[bs, K]``, token positions; a negative entry selects nothing.
+        device_buffer_tokens: int32 ``[R, B or more]``, in and out: the token in each slot, -1 for
+            none, each token once a row. Columns from B on are never touched.
+        device_buffer_locs: int32 ``[R, B + 1 or more]``: each slot's row in ``device_buffer``.
+        host_cache_locs: int32 or int64 ``[R, max_len]``: each token's row in ``host_cache``.
+        lru_slots: int16 ``[R, B]``, in and out: permutation of the slots, least recently used one
+            first.
+        host_cache: buffers to read, strided views as in :func:`transfer`; a location is a token
+            slot of each. May be empty: then nothing is copied.
+        device_buffer: buffers to write, as many, with the row shapes and dtypes of ``host_cache``.
+        top_k_device_locs: int32 ``[bs, K]``, out: the device row of each entry, or -1. Every entry
+            is written.
+        req_pool_indices: int32 or int64 ``[bs]``: the request slot of each batch row. Two rows must
+            not work on one hot buffer.
+        seq_lens: int32 or int64 ``[bs]``: tokens of the request, the newest one included.
+        hot_buffer_size: B, 1 to 32,767.
+        num_real_reqs: int32 ``[1]``: rows from here on are padding; -1 is written to their entries
+            and nothing else is touched. ``None``: every row is real.
+        device_locs: int32 ``[R, max_len]``: the device row of tokens that the regular pool still
+            has, -1 for others. Those tokens get that row and take no slot.
+        miss_src, miss_dst, miss_count: int64 ``[bs, K]``, int32 ``[bs, K]``, int32 ``[bs]``, out,
+            all three or none: host row and device row of each copy of a batch row, and their
+            number, for :func:`copy_planned`. The number of a padded row is 0. Entries behind the
+            number keep their values.
+        skip_io: do everything but copy rows.
+        row_ndim: trailing dims of a buffer that make a row.
+        num_blocks: most CTAs that the GPU kernel may take; 0 lets the library choose.
+
+    Entries that name one token share its slot. A request of at most B tokens that has no
+    ``device_locs`` keeps every token in the slot of its position: entry ``i`` below its length gets
+    that slot's row, entries behind it -1, and no state changes. Otherwise ``lru_slots`` becomes:
+    slots that neither were selected nor taken, in their old order; slots that were taken, in
+    the order in which their tokens were first named; selected slots, in their old order.
+
+    Stream contract: with every tensor on the CPU the work is done on return. There is no GPU kernel
+    in this version: tensors on a GPU are refused.
+
+    Bad values are found before anything changes: a token that is neither negative nor below its
+    request's length and ``max_len``; a location that would be read, written or given out and is
+    outside its pool; a request slot that does not exist; an ``lru_slots`` row that is no
+    permutation; a resident token twice. A location that the call has no use for may be anything.
+
+    Not differentiable: invisible to autograd, and version counters stay.
+
+    Raises:
+        RuntimeError: any argument that does not fit, tensors that share memory with one that is
+            written, or a bad value; names the argument, its position, the value and the limit.
+
+    Example::
+
+        # Tokens 4 and 2 are resident in slots 1 and 2; token 6 takes slot 0, row 9.
+        sgl_kvio.swap_in(
+            torch.tensor([[4, 6, 2]], dtype=torch.int32),
+            tokens,  # [[1, 4, 2, 5]] -> [[6, 4, 2, 5]]
+            locs,  # [[9, 7, 3, 5, 11]]
+            host_locs,
+            lru,  # [[0, 1, 2, 3]] -> [[3, 0, 1, 2]]
+            host_rows,
+            device_rows,
+            out,  # [[7, 9, 3]]
+            torch.tensor([0]),
+            torch.tensor([8]),
+            hot_buffer_size=4,
+        )
+
+    The scheme is that of HiSparse in SGLang (``load_cache_to_device_buffer_mla``), whose tensors
+    these are.
+    """
+    _kvio.swap_in(
+        top_k_tokens,
+        device_buffer_tokens,
+        device_buffer_locs,
+        host_cache_locs,
+        lru_slots,
+        _as_list(host_cache),
+        _as_list(device_buffer),
+        top_k_device_locs,
+        req_pool_indices,
+        seq_lens,
+        hot_buffer_size=hot_buffer_size,
+        num_real_reqs=num_real_reqs,
+        device_locs=device_locs,
+        miss_src=miss_src,
+        miss_dst=miss_dst,
+        miss_count=miss_count,
+        skip_io=skip_io,
+        row_ndim=row_ndim,
+        num_blocks=num_blocks,
+    )
+
+
+def copy_planned(
+    host_cache: torch.Tensor | Sequence[torch.Tensor],
+    device_buffer: torch.Tensor | Sequence[torch.Tensor],
+    miss_src: torch.Tensor,
+    miss_dst: torch.Tensor,
+    miss_count: torch.Tensor,
+    num_real_reqs: torch.Tensor,
+    *,
+    skip_io: bool = False,
+    row_ndim: int = 2,
+    num_blocks: int = 0,
+) -> None:
+    """Repeat the copies that a :func:`swap_in` recorded, for another layer of the same selection.
+
+    Copies row ``miss_src[b, m]`` of every host buffer to row ``miss_dst[b, m]`` of its device
+    buffer, for ``b < num_real_reqs[0]`` and ``m < miss_count[b]``. No state is read or changed.
+
+    Args:
+        host_cache, device_buffer, row_ndim, num_blocks: as in :func:`swap_in`.
+        miss_src, miss_dst, miss_count: int64 ``[bs, K]``, int32 ``[bs, K]``, int32 ``[bs]``, as
+            recorded; row strides may differ.
+        num_real_reqs: int32 ``[1]``: rows of the plan from here on are not read.
+        skip_io: check the plan and copy nothing.
+
+    Stream contract: as :func:`swap_in`. Every device row is named once; the bytes of one that is
+    named twice are undefined.
+
+    Raises:
+        RuntimeError: any argument that does not fit, a count or a row outside its pool, before a
+            byte moves.
+
+    Example::
+
+        sgl_kvio.swap_in(..., miss_src=src, miss_dst=dst, miss_count=count, num_real_reqs=real)
+        sgl_kvio.copy_planned(host_layer_1, device_layer_1, src, dst, count, real)
+
+    The plan is that of HiSparse in SGLang (``copy_cache_planned_mla``).
+    """
+    _kvio.copy_planned(
+        _as_list(host_cache),
+        _as_list(device_buffer),
+        miss_src,
+        miss_dst,
+        miss_count,
+        num_real_reqs,
+        skip_io=skip_io,
+        row_ndim=row_ndim,
+        num_blocks=num_blocks,
+    )
+
+
 def host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
     """Page-lock the bytes of a contiguous CPU tensor, so that GPU kernels may use them.
 
@@ -441,6 +617,52 @@ def _fake_memcpy_batch(
     _refuse_mixed_meta("memcpy_batch", [*dst, *src])
 
 
+def _fake_swap_in(
+    top_k_tokens: torch.Tensor,
+    device_buffer_tokens: torch.Tensor,
+    device_buffer_locs: torch.Tensor,
+    host_cache_locs: torch.Tensor,
+    lru_slots: torch.Tensor,
+    host_cache: Sequence[torch.Tensor],
+    device_buffer: Sequence[torch.Tensor],
+    top_k_device_locs: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    hot_buffer_size: int,
+    num_real_reqs: torch.Tensor | None = None,
+    device_locs: torch.Tensor | None = None,
+    miss_src: torch.Tensor | None = None,
+    miss_dst: torch.Tensor | None = None,
+    miss_count: torch.Tensor | None = None,
+    skip_io: bool = False,
+    row_ndim: int = 2,
+    num_blocks: int = 0,
+) -> None:
+    given = [
+        t for t in (num_real_reqs, device_locs, miss_src, miss_dst, miss_count) if t is not None
+    ]
+    state = [top_k_tokens, device_buffer_tokens, device_buffer_locs, host_cache_locs, lru_slots]
+    batch = [top_k_device_locs, req_pool_indices, seq_lens]
+    _refuse_mixed_meta("swap_in", [*state, *host_cache, *device_buffer, *batch, *given])
+
+
+def _fake_copy_planned(
+    host_cache: Sequence[torch.Tensor],
+    device_buffer: Sequence[torch.Tensor],
+    miss_src: torch.Tensor,
+    miss_dst: torch.Tensor,
+    miss_count: torch.Tensor,
+    num_real_reqs: torch.Tensor,
+    *,
+    skip_io: bool = False,
+    row_ndim: int = 2,
+    num_blocks: int = 0,
+) -> None:
+    plan = [miss_src, miss_dst, miss_count, num_real_reqs]
+    _refuse_mixed_meta("copy_planned", [*host_cache, *device_buffer, *plan])
+
+
 def _fake_host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
     if tensor.device.type == "meta":
         raise RuntimeError("kvio::host_register: tensor is on meta; it needs a CPU tensor")
@@ -499,6 +721,8 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "transfer_staged": _fake_transfer_staged,
     "explain_staged": _fake_explain_staged,
     "memcpy_batch": _fake_memcpy_batch,
+    "swap_in": _fake_swap_in,
+    "copy_planned": _fake_copy_planned,
     "host_register": _fake_host_register,
     "host_unregister": _fake_host_unregister,
     "device_pointer": _fake_device_pointer,

@@ -22,10 +22,29 @@ def refused(call):
     raise SystemExit("no error")
 
 
+def i32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+tokens, locs = i32(1, 2, 3)[None], i32(0, 1, 2, 3)[None]
+order, out = torch.arange(3, dtype=torch.int16)[None], i32(0, 0)[None]
+plan = {"miss_src": out.long(), "miss_dst": out.clone(), "miss_count": i32(0)}
+
+
+def swap_in(length):
+    state = (tokens, locs, torch.arange(8)[None], order)
+    batch = (i32(0), i32(length))
+    options = {"hot_buffer_size": 3, "num_real_reqs": i32(1), **plan}
+    sgl_kvio.swap_in(i32(1, 5)[None], *state, src, dst, out, *batch, **options)
+
+
 CALLS = {
     "transfer": lambda: sgl_kvio.transfer(dst, src, good, good),
     "transfer_refused": lambda: refused(lambda: sgl_kvio.transfer(dst, src, good, bad)),
     "transfer_lists": lambda: refused(lambda: sgl_kvio.transfer(dst, src[:1], good, good)),
+    "swap_in": lambda: swap_in(8),
+    "swap_in_refused": lambda: refused(lambda: swap_in(5)),
+    "copy_planned": lambda: sgl_kvio.copy_planned(src, dst, *plan.values(), i32(1)),
     "memcpy_batch": lambda: sgl_kvio.memcpy_batch(dst[0], src[0], [0, 8], [8, 0], [8, 8]),
 }
 
@@ -45,7 +64,18 @@ print((resident_bytes() - before) / 40_000)
 """
 
 
-@pytest.mark.parametrize("name", ["transfer", "transfer_refused", "transfer_lists", "memcpy_batch"])
+NAMES = [
+    "transfer",
+    "transfer_refused",
+    "transfer_lists",
+    "memcpy_batch",
+    "swap_in",
+    "swap_in_refused",
+    "copy_planned",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_call_leaves_no_memory_behind(name):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.replace("NAME", repr(name))],

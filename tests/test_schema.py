@@ -13,6 +13,7 @@ TRANSFER_OPTIONS = (
     'int num_blocks=0, str prefer="throughput"'
 )
 STAGED_OPTIONS = 'int page_size, int row_ndim=2, str index_unit="token", int num_blocks=0'
+SWAP_IN_OPTIONS = "bool skip_io=False, int row_ndim=2, int num_blocks=0"
 SCHEMAS = {
     "transfer": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
     f"{TRANSFER_OPTIONS}) -> ()",
@@ -22,6 +23,14 @@ SCHEMAS = {
     f"Tensor staging, *, {STAGED_OPTIONS}) -> str",
     "memcpy_batch": "(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, "
     "int[] nbytes) -> ()",
+    "swap_in": "(Tensor top_k_tokens, Tensor(a!) device_buffer_tokens, Tensor device_buffer_locs, "
+    "Tensor host_cache_locs, Tensor(b!) lru_slots, Tensor[] host_cache, "
+    "Tensor(c!)[] device_buffer, Tensor(d!) top_k_device_locs, Tensor req_pool_indices, "
+    "Tensor seq_lens, *, int hot_buffer_size, Tensor? num_real_reqs=None, "
+    "Tensor? device_locs=None, Tensor(e!)? miss_src=None, Tensor(f!)? miss_dst=None, "
+    f"Tensor(g!)? miss_count=None, {SWAP_IN_OPTIONS}) -> ()",
+    "copy_planned": "(Tensor[] host_cache, Tensor(a!)[] device_buffer, Tensor miss_src, "
+    f"Tensor miss_dst, Tensor miss_count, Tensor num_real_reqs, *, {SWAP_IN_OPTIONS}) -> ()",
     "host_register": "(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()",
     "host_unregister": "(Tensor(a!) tensor, int device_index=-1) -> ()",
     "device_pointer": "(Tensor tensor, int device_index=-1) -> int",
@@ -36,6 +45,16 @@ MUTATED = {
     "transfer": ["dst"],
     "transfer_staged": ["dst", "staging"],
     "memcpy_batch": ["dst"],
+    "swap_in": [
+        "device_buffer_tokens",
+        "lru_slots",
+        "device_buffer",
+        "top_k_device_locs",
+        "miss_src",
+        "miss_dst",
+        "miss_count",
+    ],
+    "copy_planned": ["device_buffer"],
     "host_register": ["tensor"],
     "host_unregister": ["tensor"],
 }
@@ -94,7 +113,7 @@ def test_fake_kernel_takes_what_the_schema_says(op):
 
 
 def test_the_python_functions_take_the_schemas_arguments():
-    for op in ("transfer", "memcpy_batch", "explain"):
+    for op in ("transfer", "memcpy_batch", "explain", "swap_in", "copy_planned"):
         parameters = inspect.signature(getattr(sgl_kvio, op)).parameters
         arguments = {a.name: a for a in schema_of(op).arguments}
         assert list(parameters) == list(arguments), op

@@ -83,13 +83,13 @@ PoolView make_pool_view(const char* op, const char* argument, int64_t position, 
   return view;
 }
 
-void align_pieces(const char* op, int64_t position, PoolView* dst, PoolView* src) {
+void align_pieces(const char* op, const SideNames& names, int64_t position, PoolView* dst, PoolView* src) {
   if (dst->piece_bytes == src->piece_bytes) return;
   PoolView* whole = dst->num_pieces == 1 ? dst : src;
   const PoolView* cut = whole == dst ? src : dst;
   if (whole->num_pieces != 1) {
-    fail(op, "dst[", position, "] has rows in ", dst->num_pieces, " pieces of ", dst->piece_bytes, " bytes and src[",
-         position, "] in ", src->num_pieces, " pieces of ", src->piece_bytes,
+    fail(op, names.dst, "[", position, "] has rows in ", dst->num_pieces, " pieces of ", dst->piece_bytes,
+         " bytes and ", names.src, "[", position, "] in ", src->num_pieces, " pieces of ", src->piece_bytes,
          " bytes; it needs rows cut alike on both sides, or contiguous on one");
   }
   whole->num_pieces = cut->num_pieces;

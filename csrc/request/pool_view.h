@@ -12,6 +12,12 @@
 
 namespace kvio {
 
+// What an op calls its two lists of buffers.
+struct SideNames {
+  const char* dst;
+  const char* src;
+};
+
 // All strides in bytes. A flat pool has page_slots == 1 and page_stride == token_stride.
 struct PoolView {
   int64_t slots = 0;
@@ -35,6 +41,6 @@ PoolView make_pool_view(const char* op, const char* argument, int64_t position, 
                         int64_t row_ndim);
 
 // Cuts the rows of both sides into the same pieces. Throws when no common cut is affine on both.
-void align_pieces(const char* op, int64_t position, PoolView* dst, PoolView* src);
+void align_pieces(const char* op, const SideNames& names, int64_t position, PoolView* dst, PoolView* src);
 
 }  // namespace kvio

@@ -9,37 +9,7 @@
 namespace kvio {
 namespace {
 
-bool same_layout(const TensorView& a, const TensorView& b) {
-  const size_t bytes = static_cast<size_t>(a.ndim) * sizeof(int64_t);
-  return a.ndim == b.ndim && a.dtype == b.dtype && std::memcmp(a.sizes, b.sizes, bytes) == 0 &&
-         std::memcmp(a.strides, b.strides, bytes) == 0;
-}
-
-// A view can outlive its memory: resizing a storage leaves the views as they are.
-// `position` is that of a list's item, -1 for an argument that is no list.
-void check_has_storage(const char* op, const char* argument, int64_t position, const TensorView& t) {
-  const int64_t extent = extent_bytes(t);
-  if (extent <= t.storage_bytes) return;
-  const std::string item = position < 0 ? "" : "[" + std::to_string(position) + "]";
-  fail(op, argument, item, " spans ", extent, " bytes but its storage has ", t.storage_bytes,
-       " from there on; it needs a storage that was not resized");
-}
-
-// Every tensor of a list lies on the first one's device, in memory that it owns.
-void check_one_device(const char* op, const char* argument, const std::vector<TensorView>& list) {
-  const TensorView& first = list[0];
-  for (size_t i = 0; i < list.size(); ++i) {
-    const TensorView& t = list[i];
-    if (t.device == DeviceKind::kOther) {
-      fail(op, argument, "[", i, "] is on a device of another kind; it needs a CPU or a GPU tensor");
-    }
-    if (t.device != first.device || t.device_index != first.device_index) {
-      fail(op, argument, "[", i, "] is on ", device_name(t.device, t.device_index), " but ", argument, "[0] is on ",
-           device_name(first.device, first.device_index), "; it needs every tensor of ", argument, " on one device");
-    }
-    check_has_storage(op, argument, static_cast<int64_t>(i), t);
-  }
-}
+constexpr SideNames kSides{"dst", "src"};
 
 void check_index_tensor(const char* op, const char* argument, const TensorView& t, DtypeName dtype_name) {
   if (!t.is_int32 && !t.is_int64) {
@@ -50,32 +20,6 @@ void check_index_tensor(const char* op, const char* argument, const TensorView& 
   }
   if (t.device == DeviceKind::kOther) fail(op, argument, " is on another kind of device; it needs the CPU or a GPU");
   check_has_storage(op, argument, -1, t);
-}
-
-void check_pair(const char* op, size_t i, const TensorView& dst, const TensorView& src, int64_t row_ndim,
-                DtypeName dtype_name) {
-  if (dst.dtype != src.dtype) {
-    fail(op, "src[", i, "] has dtype ", dtype_name(src.dtype), " but dst[", i, "] has ", dtype_name(dst.dtype),
-         "; it needs the same dtype");
-  }
-  if (dst.ndim < row_ndim || src.ndim < row_ndim) return;  // make_pool_view words it better
-  const int64_t* dst_row = dst.sizes + (dst.ndim - row_ndim);
-  const int64_t* src_row = src.sizes + (src.ndim - row_ndim);
-  if (!std::equal(dst_row, dst_row + row_ndim, src_row)) {
-    fail(op, "src[", i, "] has rows of shape ", shape_text(src_row, row_ndim), " but dst[", i, "] has ",
-         shape_text(dst_row, row_ndim), "; it needs the same row shape (row_ndim=", row_ndim, ")");
-  }
-}
-
-// A destination dim of stride 0 would be written many times over.
-void check_not_expanded(const char* op, size_t i, const TensorView& dst) {
-  if (is_empty(dst)) return;
-  for (int64_t d = 0; d < dst.ndim; ++d) {
-    if (dst.strides[d] == 0 && dst.sizes[d] > 1) {
-      fail(op, "dst[", i, "] has stride 0 in dimension ", d, " of size ", dst.sizes[d],
-           "; it needs memory of its own for every element (no expanded tensor)");
-    }
-  }
 }
 
 // CPU kernels read an index after rows before it have been written, long after it was checked.
@@ -105,40 +49,21 @@ void check_not_empty(const char* op, const TransferRequest& request) {
 }
 
 // What kernels count in 32 bits.
-void check_countable(const char* op, const TransferRequest& request) {
-  constexpr int64_t kMost = int64_t{1} << 30;
-  const auto check = [&](const char* argument, const BufferGroup& group, const PoolView& view) {
-    if (!view.is_flat() && view.slots > 2 * kMost) {
-      fail(op, argument, "[", group.position[0], "] has ", view.slots,
-           " token slots in pages apart from each other; it "
-           "needs at most ",
-           2 * kMost, ", or pages that follow each other");
-    }
-    if (view.piece_bytes > kMaxPieceBytes) {
-      fail(op, argument, "[", group.position[0], "] has rows of ", view.piece_bytes,
-           " contiguous bytes; it needs at most ", kMaxPieceBytes);
-    }
-    if (request.slots_per_index > kMost / view.num_pieces) {
-      fail(op, "page_size is ", request.page_size, " with rows of ", view.num_pieces, " pieces; it needs at most ",
-           kMost, " pieces a page");
-    }
-  };
+void check_page_pieces(const char* op, const TransferRequest& request) {
   for (const BufferGroup& group : request.groups) {
-    if (group.dst.row_bytes() == 0) continue;
-    check("dst", group, group.dst);
-    check("src", group, group.src);
+    if (group.dst.row_bytes() == 0 || request.slots_per_index <= kMaxCount / group.dst.num_pieces) continue;
+    fail(op, "page_size is ", request.page_size, " with rows of ", group.dst.num_pieces, " pieces; it needs at most ",
+         kMaxCount, " pieces a page");
   }
 }
 
 void check_options(const char* op, const TransferOptions& o) {
-  if (o.row_ndim < 0 || o.row_ndim > 62) fail(op, "row_ndim is ", o.row_ndim, "; it needs 0 to 62");
+  check_row_ndim(op, o.row_ndim);
   if (o.page_size < 1) fail(op, "page_size is ", o.page_size, "; it needs 1 or more");
   if (o.index_unit != "token" && o.index_unit != "page") {
     fail(op, "index_unit is '", o.index_unit, "'; it needs 'token' or 'page'");
   }
-  if (o.num_blocks < 0 || o.num_blocks > 65535) {
-    fail(op, "num_blocks is ", o.num_blocks, "; it needs 0 (chosen for you) to 65535");
-  }
+  check_num_blocks(op, o.num_blocks);
   if (o.prefer != "throughput" && o.prefer != "quiet") {
     fail(op, "prefer is '", o.prefer, "'; it needs 'throughput' or 'quiet'");
   }
@@ -219,34 +144,10 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
   request.backend = options.backend;
   request.prefer = options.prefer == "quiet" ? Prefer::kQuiet : Prefer::kThroughput;
 
-  // Buffers of one pool look alike: each is compared with the previous one before its geometry is worked out anew.
-  std::vector<size_t> example;  // per group, the pair it was made from
-  for (size_t i = 0; i < dst.size(); ++i) {
-    size_t g = 0;
-    while (g < example.size() && !(same_layout(dst[example[g]], dst[i]) && same_layout(src[example[g]], src[i]))) {
-      ++g;
-    }
-    if (g == example.size()) {
-      check_pair(op, i, dst[i], src[i], options.row_ndim, dtype_name);
-      check_not_expanded(op, i, dst[i]);
-      BufferGroup group;
-      group.dst = make_pool_view(op, "dst", static_cast<int64_t>(i), dst[i], options.row_ndim);
-      group.src = make_pool_view(op, "src", static_cast<int64_t>(i), src[i], options.row_ndim);
-      align_pieces(op, static_cast<int64_t>(i), &group.dst, &group.src);
-      group.dst_extent = extent_bytes(dst[i]);
-      group.src_extent = extent_bytes(src[i]);
-      group.dst_base.reserve(dst.size() - i);
-      group.src_base.reserve(dst.size() - i);
-      group.position.reserve(dst.size() - i);
-      request.groups.push_back(std::move(group));
-      example.push_back(i);
-    }
-    request.groups[g].dst_base.push_back(dst[i].data);
-    request.groups[g].src_base.push_back(src[i].data);
-    request.groups[g].position.push_back(static_cast<int64_t>(i));
-  }
+  request.groups = group_buffers(op, kSides, dst, src, options.row_ndim, dtype_name);
   if (request.num_indices > 0) check_not_empty(op, request);
-  check_countable(op, request);
+  check_countable(op, kSides, request.groups);
+  check_page_pieces(op, request);
   if (request.index_device == DeviceKind::kCpu && request.dst_device == DeviceKind::kCpu) {
     check_indices_apart(op, dst, "dst_indices", dst_indices);
     check_indices_apart(op, dst, "src_indices", src_indices);
@@ -255,21 +156,6 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
 }
 
 namespace {
-
-// Smallest pool of one side over all groups, and a buffer that has it.
-struct Limit {
-  int64_t entries = INT64_MAX;
-  int64_t position = 0;
-};
-
-Limit limit_of(const TransferRequest& request, PoolView BufferGroup::* side) {
-  Limit limit;
-  for (const BufferGroup& g : request.groups) {
-    const int64_t entries = (g.*side).slots / request.slots_per_index;
-    if (entries < limit.entries) limit = {entries, g.position[0]};
-  }
-  return limit;
-}
 
 template <class Index>
 int64_t first_outside(const IndexList& list, int64_t count, int64_t limit) {
@@ -289,12 +175,14 @@ int64_t first_outside(const IndexList& list, int64_t count, int64_t limit) {
 }
 
 void check_side(const char* op, const char* argument, const char* pool, const TransferRequest& request,
-                const IndexList& list, const Limit& limit) {
-  const int64_t at = list.is_int64 ? first_outside<int64_t>(list, request.num_indices, limit.entries)
-                                   : first_outside<int32_t>(list, request.num_indices, limit.entries);
+                const IndexList& list, PoolView BufferGroup::* view) {
+  const SlotLimit limit = slot_limit(request.groups, view);
+  const int64_t entries = limit.slots / request.slots_per_index;
+  const int64_t at = list.is_int64 ? first_outside<int64_t>(list, request.num_indices, entries)
+                                   : first_outside<int32_t>(list, request.num_indices, entries);
   if (at < 0) return;
-  fail(op, argument, "[", at, "] is ", list.at(at), "; it needs 0 to ", limit.entries - 1, " (", pool, "[",
-       limit.position, "] has ", limit.entries, request.slots_per_index > 1 ? " pages of page_size=" : " token slots",
+  fail(op, argument, "[", at, "] is ", list.at(at), "; it needs 0 to ", entries - 1, " (", pool, "[", limit.position,
+       "] has ", entries, request.slots_per_index > 1 ? " pages of page_size=" : " token slots",
        request.slots_per_index > 1 ? std::to_string(request.page_size) : std::string(), ")");
 }
 
@@ -341,10 +229,8 @@ void check_cpu_indices(const char* op, const TransferRequest& request, bool with
   if (request.groups.empty()) return;
   const bool read_dst = request.dst_index_device == DeviceKind::kCpu;
   const bool read_src = request.src_index_device == DeviceKind::kCpu;
-  if (read_dst)
-    check_side(op, "dst_indices", "dst", request, request.dst_indices, limit_of(request, &BufferGroup::dst));
-  if (read_src)
-    check_side(op, "src_indices", "src", request, request.src_indices, limit_of(request, &BufferGroup::src));
+  if (read_dst) check_side(op, "dst_indices", "dst", request, request.dst_indices, &BufferGroup::dst);
+  if (read_src) check_side(op, "src_indices", "src", request, request.src_indices, &BufferGroup::src);
   if (with_conflicts && read_dst && read_src) find_conflicts(op, request);
 }
 

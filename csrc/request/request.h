@@ -6,12 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "request/buffer_list.h"
 #include "request/pool_view.h"
 #include "request/tensor_view.h"
 
 namespace kvio {
-
-constexpr int64_t kMaxPieceBytes = int64_t{64} << 20;  // of contiguous row bytes: kernels count them in 32 bits
 
 struct IndexList {
   const void* data = nullptr;
@@ -29,17 +28,6 @@ struct IndexList {
     const int64_t i = position * stride;
     return is_int64 ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
   }
-};
-
-// Buffers that share one geometry, so that one launch (or one loop) serves them all.
-struct BufferGroup {
-  PoolView dst;
-  PoolView src;
-  std::vector<char*> dst_base;
-  std::vector<const char*> src_base;
-  std::vector<int64_t> position;  // of each buffer in the caller's lists
-  int64_t dst_extent = 0;         // bytes one buffer's view spans
-  int64_t src_extent = 0;
 };
 
 // What `auto` is asked to favour: the rate, or the least disturbance of what runs beside the transfer.

@@ -18,6 +18,7 @@ struct TensorView {
   int64_t element_size = 0;   // bytes
   int64_t storage_bytes = 0;  // of its storage, from `data` on
   int32_t dtype = 0;          // the caller's code: only compared, and named through dtype_name
+  bool is_int16 = false;
   bool is_int32 = false;
   bool is_int64 = false;
   DeviceKind device = DeviceKind::kCpu;

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@ namespace kvio {
 inline TensorView view_of(AtenTensorHandle handle) {
   static const int32_t kCpuType = aoti_torch_device_type_cpu();
   static const int32_t kGpuType = aoti_torch_device_type_cuda();
+  static const int32_t kInt16 = aoti_torch_dtype_int16();
   static const int32_t kInt32 = aoti_torch_dtype_int32();
   static const int32_t kInt64 = aoti_torch_dtype_int64();
   TensorView view;
@@ -36,6 +38,7 @@ inline TensorView view_of(AtenTensorHandle handle) {
   view.data = static_cast<char*>(data);
   view.element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(view.dtype));
   view.storage_bytes = storage_bytes - storage_offset * view.element_size;
+  view.is_int16 = view.dtype == kInt16;
   view.is_int32 = view.dtype == kInt32;
   view.is_int64 = view.dtype == kInt64;
   view.device =
@@ -69,6 +72,19 @@ class BoxedTensor {
 
  private:
   AtenTensorHandle handle_;
+};
+
+class BoxedOptionalTensor {
+ public:
+  explicit BoxedOptionalTensor(StableIValue value) {
+    const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(value);
+    if (handle) tensor_.emplace(torch::stable::detail::from(*handle));
+  }
+
+  std::optional<TensorView> view() const { return tensor_ ? std::optional<TensorView>(tensor_->view()) : std::nullopt; }
+
+ private:
+  std::optional<BoxedTensor> tensor_;
 };
 
 // Deleting the list frees only its array: every element is a handle of the callee's own.

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
+#include <map>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -26,6 +28,7 @@
 #include "request/pool_view.h"
 #include "request/request.h"
 #include "request/staged_request.h"
+#include "request/swap_in_request.h"
 #include "request/tensor_view.h"
 
 namespace py = pybind11;
@@ -76,6 +79,7 @@ class Tensor {
     facts_.data = reinterpret_cast<char*>(address);
     facts_.dtype = code_of(dtype);
     facts_.element_size = kDtypes[facts_.dtype].element_size;
+    facts_.is_int16 = dtype == "int16";
     facts_.is_int32 = dtype == "int32";
     facts_.is_int64 = dtype == "int64";
     facts_.storage_bytes = INT64_MAX;
@@ -181,7 +185,7 @@ void bind_request(py::module_& m) {
   m.def(
       "align_pieces",
       [](PoolView dst, PoolView src, int64_t position) {
-        align_pieces("transfer", position, &dst, &src);
+        align_pieces("transfer", SideNames{"dst", "src"}, position, &dst, &src);
         return std::make_pair(dst, src);
       },
       py::arg("dst"), py::arg("src"), py::kw_only(), py::arg("position") = 0);
@@ -602,6 +606,67 @@ void bind_staged(py::module_& m) {
   m.def("staged_view", &staged_view, py::arg("host"), py::arg("page_size"), py::arg("staged_stride"), py::arg("pages"));
 }
 
+void bind_swap_in(py::module_& m) {
+  py::class_<SwapInPools>(m, "SwapInPools")
+      .def_readonly("groups", &SwapInPools::groups)
+      .def_property_readonly("host_slots", [](const SwapInPools& p) { return p.host_limit.slots; })
+      .def_property_readonly("device_slots", [](const SwapInPools& p) { return p.device_limit.slots; })
+      .def_property_readonly("device", [](const SwapInPools& p) { return kind_name(p.device); })
+      .def_property_readonly("host_device", [](const SwapInPools& p) { return kind_name(p.host_device); })
+      .def_readonly("gpu_index", &SwapInPools::gpu_index)
+      .def_readonly("num_blocks", &SwapInPools::num_blocks)
+      .def_property_readonly("moves_bytes", &SwapInPools::moves_bytes);
+  py::class_<SwapInRequest>(m, "SwapInRequest")
+      .def_readonly("pools", &SwapInRequest::pools)
+      .def_readonly("batch", &SwapInRequest::batch)
+      .def_readonly("top_k", &SwapInRequest::top_k)
+      .def_readonly("hot_buffer_size", &SwapInRequest::hot_buffer_size)
+      .def_readonly("pool_slots", &SwapInRequest::pool_slots)
+      .def_readonly("max_len", &SwapInRequest::max_len)
+      .def_property_readonly("row_strides",
+                             [](const SwapInRequest& r) {
+                               std::vector<int64_t> strides{r.top_k_tokens.stride,       r.device_buffer_tokens.stride,
+                                                            r.device_buffer_locs.stride, r.host_cache_locs.stride,
+                                                            r.lru_slots.stride,          r.top_k_device_locs.stride};
+                               if (r.device_locs) strides.push_back(r.device_locs->stride);
+                               if (r.plan)
+                                 strides.insert(strides.end(), {r.plan->miss_src.stride, r.plan->miss_dst.stride});
+                               return strides;
+                             })
+      .def_property_readonly("has_plan", [](const SwapInRequest& r) { return r.plan.has_value(); })
+      .def_property_readonly("has_device_locs", [](const SwapInRequest& r) { return r.device_locs.has_value(); });
+  m.def(
+      "make_swap_in_request",
+      [](const std::map<std::string, Tensor>& state, const std::vector<Tensor>& host_cache,
+         const std::vector<Tensor>& device_buffer, int64_t hot_buffer_size, bool skip_io, int64_t row_ndim,
+         int64_t num_blocks) {
+        const auto given = [&](const char* name) {
+          const auto it = state.find(name);
+          return it == state.end() ? std::nullopt : std::optional<TensorView>(it->second.view());
+        };
+        SwapInTensors tensors;
+        tensors.top_k_tokens = given("top_k_tokens").value();
+        tensors.device_buffer_tokens = given("device_buffer_tokens").value();
+        tensors.device_buffer_locs = given("device_buffer_locs").value();
+        tensors.host_cache_locs = given("host_cache_locs").value();
+        tensors.lru_slots = given("lru_slots").value();
+        tensors.host_cache = views_of(host_cache);
+        tensors.device_buffer = views_of(device_buffer);
+        tensors.top_k_device_locs = given("top_k_device_locs").value();
+        tensors.req_pool_indices = given("req_pool_indices").value();
+        tensors.seq_lens = given("seq_lens").value();
+        tensors.num_real_reqs = given("num_real_reqs");
+        tensors.device_locs = given("device_locs");
+        tensors.miss_src = given("miss_src");
+        tensors.miss_dst = given("miss_dst");
+        tensors.miss_count = given("miss_count");
+        return make_swap_in_request(tensors, {hot_buffer_size, skip_io, row_ndim, num_blocks}, name_of);
+      },
+      py::arg("state"), py::arg("host_cache"), py::arg("device_buffer"), py::kw_only(), py::arg("hot_buffer_size"),
+      py::arg("skip_io") = false, py::arg("row_ndim") = 2, py::arg("num_blocks") = 0,
+      "`state` holds every tensor that is no buffer, by its name; those that may be left out may be missing");
+}
+
 }  // namespace
 }  // namespace kvio
 
@@ -613,4 +678,5 @@ PYBIND11_MODULE(kvio_native, m) {
   kvio::bind_copy(m);
   kvio::bind_facts(m);
   kvio::bind_staged(m);
+  kvio::bind_swap_in(m);
 }

@@ -23,8 +23,10 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 SOURCES = (
     HERE / "bridge.cpp",
+    CSRC / "request" / "buffer_list.cpp",
     CSRC / "request" / "request.cpp",
     CSRC / "request" / "staged_request.cpp",
+    CSRC / "request" / "swap_in_request.cpp",
     CSRC / "plan" / "register_plan.cpp",
     CSRC / "plan" / "tma_plan.cpp",
     CSRC / "plan" / "units.cpp",
@@ -36,6 +38,7 @@ SOURCES = (
     CSRC / "plan" / "rates.cpp",
     CSRC / "plan" / "run_stats.cpp",
     CSRC / "plan" / "staged_plan.cpp",
+    CSRC / "plan" / "swap_in_plan.cpp",
 )
 FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-fvisibility=hidden")
 
