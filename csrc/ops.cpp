@@ -21,6 +21,7 @@
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
 #include "gpu/staged.h"
+#include "gpu/swap_in.h"
 #include "gpu/transfer.h"
 #endif
 
@@ -264,19 +265,14 @@ void explain_staged_gpu(StableIValue* stack, uint64_t, uint64_t) {
   stack[0] = torch::stable::detail::from(gpu::explain_staged(call.request));
 }
 
-// The GPU kernels go here: gpu::swap_in(&call.request), gpu::copy_planned(&call.request).
-[[noreturn]] void no_gpu_kernel(const char* op) {
-  fail(op, "this version of sgl_kvio has no GPU kernel for it; it needs every tensor on the CPU");
-}
-
 void swap_in_gpu(StableIValue* stack, uint64_t, uint64_t) {
-  const SwapInCall call(stack);
-  no_gpu_kernel("swap_in");
+  SwapInCall call(stack);
+  gpu::swap_in(&call.request);
 }
 
 void copy_planned_gpu(StableIValue* stack, uint64_t, uint64_t) {
-  const CopyPlannedCall call(stack);
-  no_gpu_kernel("copy_planned");
+  CopyPlannedCall call(stack);
+  gpu::copy_planned(&call.request);
 }
 
 TensorView cpu_view_of(const char* op, const Tensor& tensor) {

@@ -299,13 +299,17 @@ def swap_in(
     slots that neither were selected nor taken, in their old order; slots that were taken, in
     the order in which their tokens were first named; selected slots, in their old order.
 
-    Stream contract: with every tensor on the CPU the work is done on return. There is no GPU kernel
-    in this version: tensors on a GPU are refused.
+    Stream contract: with every tensor on the CPU the work is done on return. With every tensor but
+    the host cache on one GPU the call is enqueued on the caller's current stream of that GPU and
+    returns without a host sync; it may be captured into a CUDA graph, at the largest batch with
+    ``num_real_reqs``. The host cache is then page-locked host memory or on the same GPU.
 
-    Bad values are found before anything changes: a token that is neither negative nor below its
-    request's length and ``max_len``; a location that would be read, written or given out and is
-    outside its pool; a request slot that does not exist; an ``lru_slots`` row that is no
-    permutation; a resident token twice. A location that the call has no use for may be anything.
+    Bad values on a GPU cannot raise: the entry yields -1, a fault is recorded (:func:`check`), and
+    the rest is served. On the CPU they are found before anything changes: a token that is neither
+    negative nor below its request's length and ``max_len``; a location that would be read, written
+    or given out and is outside its pool; a request slot that does not exist; an ``lru_slots`` row
+    that is no permutation; a resident token twice. A location that the call has no use for may be
+    anything.
 
     Not differentiable: invisible to autograd, and version counters stay.
 
@@ -445,10 +449,41 @@ def take_fault(device_index: int = -1) -> list[int]:
     """The recorded index fault of a device: ``[op, position, value, limit]``, or ``[]``; clears it.
 
     ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``, 3 and 4 for those of
-    ``transfer_staged``. Only kernels that
-    have finished are seen; synchronize first, or use :func:`check`.
+    ``transfer_staged``; 5 to 10 for ``top_k_tokens``, ``host_cache_locs``, ``device_buffer_locs``,
+    ``lru_slots``, ``req_pool_indices`` and ``device_locs`` of ``swap_in``; 11 for ``miss_src`` and
+    12 for ``miss_dst`` of ``copy_planned``. A position in a 2-D argument is
+    ``row * 2**32 + column``. Only kernels that have finished are seen; synchronize first, or use
+    :func:`check`.
     """
     return list(_kvio.take_fault(device_index))
+
+
+_NOT_MOVED = "That row was not moved; the others were"
+_NO_LOCATION = "What it was needed for yields -1; the rest was served"
+# Op, argument, whether it is 2-D, and what became of it; number 1 first. As fault_subject.cpp.
+_FAULTS = (
+    ("transfer", "dst_indices", False, _NOT_MOVED),
+    ("transfer", "src_indices", False, _NOT_MOVED),
+    ("transfer_staged", "dst_indices", False, _NOT_MOVED),
+    ("transfer_staged", "src_indices", False, _NOT_MOVED),
+    ("swap_in", "top_k_tokens", True, _NO_LOCATION),
+    ("swap_in", "host_cache_locs", True, _NO_LOCATION),
+    ("swap_in", "device_buffer_locs", True, _NO_LOCATION),
+    ("swap_in", "lru_slots", True, "That slot is not given away; the rest was served"),
+    ("swap_in", "req_pool_indices", False, _NO_LOCATION),
+    ("swap_in", "device_locs", True, _NO_LOCATION),
+    ("copy_planned", "miss_src", True, _NOT_MOVED),
+    ("copy_planned", "miss_dst", True, _NOT_MOVED),
+)
+
+
+def _fault_text(index: int, op: int, position: int, value: int, limit: int) -> str:
+    name, argument, is_matrix, consequence = _FAULTS[op - 1]
+    place = f"{position >> 32}, {position & 0xFFFFFFFF}" if is_matrix else str(position)
+    return (
+        f"kvio::{name}: on cuda:{index} {argument}[{place}] was {value}; it needs 0 to {limit - 1}."
+        f" {consequence}"
+    )
 
 
 def check(device: torch.device | int | str | None = None) -> None:
@@ -469,14 +504,7 @@ def check(device: torch.device | int | str | None = None) -> None:
     fault = take_fault(index)
     if not fault:
         return
-    op, position, value, limit = fault
-    argument = "dst_indices" if op % 2 == 1 else "src_indices"
-    name = "transfer" if op < 3 else "transfer_staged"
-    raise RuntimeError(
-        f"kvio::{name}: on cuda:{index} {argument}[{position}] was {value};"
-        f" it needs 0 to {limit - 1}."
-        " That row was not moved; the others were"
-    )
+    raise RuntimeError(_fault_text(index, *fault))
 
 
 def explain(

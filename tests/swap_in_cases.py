@@ -397,13 +397,15 @@ class World:
         *,
         batch: int | None = None,
         num_real: int | None = None,
+        skip_io: bool | None = None,
         call: Callable[..., None] = sgl_kvio.swap_in,
     ) -> swap_in_oracle.Outcome:
         """One random call, and the replay of its plan for the second layer, compared."""
         batch, num_real = self.draw_batch(batch, num_real)
         outcome = swap_in_oracle.swap_in(self.oracle_call(batch, num_real))
         assert not outcome.faults
-        skip_io = self.rng.random() < 0.1
+        if skip_io is None:
+            skip_io = self.rng.random() < 0.1
         call(**self.arguments(batch), skip_io=skip_io)
         self._expect(batch, outcome, skip_io)
         if self.spec.with_plan:

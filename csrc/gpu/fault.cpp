@@ -4,7 +4,7 @@
 #include <mutex>
 
 #include "error.h"
-#include "request/request.h"
+#include "request/fault_subject.h"
 
 namespace kvio::gpu {
 namespace {
@@ -55,11 +55,9 @@ bool take_fault(int device, Fault* out) {
 void raise_pending_fault(const char* op, int device) {
   Fault fault;
   if (!take_fault(device, &fault)) return;
-  const bool staged = fault.op >= static_cast<int64_t>(FaultOp::kTransferStaged);
-  const char* argument = fault.op % 2 == 1 ? "dst_indices" : "src_indices";
-  fail(op, "an earlier kvio::", staged ? "transfer_staged" : "transfer", " on cuda:", device, " met ", argument, "[",
-       fault.position, "] = ", fault.value, "; it needs 0 to ", fault.limit - 1,
-       ". That row was not moved; the others were");
+  const FaultSubject subject = fault_subject(fault.op);
+  fail(op, "an earlier kvio::", subject.op, " on cuda:", device, " met ", fault_place(subject, fault.position), " = ",
+       fault.value, "; it needs 0 to ", fault.limit - 1, ". ", subject.consequence);
 }
 
 }  // namespace kvio::gpu

@@ -12,7 +12,7 @@ namespace kvio::gpu {
 struct FaultRecord {
   unsigned long long generation;  // host: counts records taken, so that only the first fault since then is kept
   unsigned long long recorded;    // kernel: generation of the record below, 0 for none
-  int64_t op;                     // FaultOp, one more for src_indices
+  int64_t op;                     // see request/fault_subject.h
   int64_t position;
   int64_t value;
   int64_t limit;

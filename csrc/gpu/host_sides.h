@@ -39,8 +39,9 @@ class HostSide {
 };
 
 struct HostSides {
-  HostSides(const char* op, DeviceKind dst_device, DeviceKind src_device)
-      : dst(op, "dst", dst_device), src(op, "src", src_device) {}
+  HostSides(const char* op, DeviceKind dst_device, DeviceKind src_device, const char* dst_name = "dst",
+            const char* src_name = "src")
+      : dst(op, dst_name, dst_device), src(op, src_name, src_device) {}
 
   bool alias_differs() const { return dst.alias_differs() || src.alias_differs(); }
 

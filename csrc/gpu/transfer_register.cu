@@ -14,8 +14,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "gpu/copy_units.cuh"
 #include "gpu/fault.h"
-#include "gpu/primitives.cuh"
 #include "gpu/transfer_register.h"
 #include "gpu/units.cuh"
 
@@ -33,13 +33,7 @@ struct Params : UnitParams {
   FastDivide inner_items;  // items are numbered outer * inner + inner
   uint32_t units_per_item;
   uint32_t num_items;
-  uint32_t packages;        // whole packages of a unit
-  uint32_t remainder;       // bytes of a unit after its packages
-  uint32_t lanes_per_unit;  // power of two
-  uint32_t skew_mask;
-  uint32_t max_skew;  // packages
-  uint32_t stretch_loads;
-  bool skew_by_dst;
+  UnitCut cut;
 };
 
 struct Item {
@@ -68,14 +62,6 @@ __device__ __forceinline__ UnitIndex fetch_index(const P& p, const Item& item, u
   return {load_index(p.dst, p.is_int64, position), load_index(p.src, p.is_int64, position)};
 }
 
-// What a warp knows of its current item: per lane the addresses of one unit, dst null where there is none or its index
-// is outside its pool.
-struct Units {
-  const char* src;
-  char* dst;
-  uint32_t count;
-};
-
 template <class P>
 __device__ __forceinline__ Units locate(const P& p, const Item& item, const UnitIndex& index, uint32_t lane) {
   Units units;
@@ -89,89 +75,6 @@ __device__ __forceinline__ Units locate(const P& p, const Item& item, const Unit
     units.src += place.src;
   }
   return units;
-}
-
-// True for all lanes when the units follow each other without a gap on both sides and all may be written.
-__device__ __forceinline__ bool is_stretch(const Units& units, uint32_t unit_bytes, uint32_t lane) {
-  const uint32_t before = lane > 0 ? lane - 1 : 0;
-  const char* src_before = shuffle_pointer(units.src, before);
-  const char* dst_before = shuffle_pointer(units.dst, before);
-  const bool follows = lane == 0 || (units.src == src_before + unit_bytes && units.dst == dst_before + unit_bytes);
-  return __all_sync(0xffffffffu, lane >= units.count || (units.dst != nullptr && follows));
-}
-
-template <int kWidth, int kStretchLoads>
-__device__ __forceinline__ void copy_stretch(const Units& units, uint32_t packages, uint32_t lane) {
-  using Package = typename PackageOf<kWidth>::type;
-  const uint32_t total = units.count * packages;
-  const char* src = shuffle_pointer(units.src, 0) + lane * kWidth;
-  char* dst = shuffle_pointer(units.dst, 0) + lane * kWidth;
-  constexpr uint32_t kRound = 32 * kStretchLoads;
-  uint32_t done = 0;
-  for (; done + kRound <= total; done += kRound) {
-    Package held[kStretchLoads];
-#pragma unroll
-    for (int j = 0; j < kStretchLoads; ++j) held[j] = load_once<Package>(src + uint64_t{done + j * 32} * kWidth);
-#pragma unroll
-    for (int j = 0; j < kStretchLoads; ++j) store_once(dst + uint64_t{done + j * 32} * kWidth, held[j]);
-  }
-  if (done == total) return;
-  Package held[kStretchLoads] = {};
-#pragma unroll
-  for (int j = 0; j < kStretchLoads; ++j) {
-    load_once_if(done + j * 32 + lane < total, held[j], src + uint64_t{done + j * 32} * kWidth);
-  }
-#pragma unroll
-  for (int j = 0; j < kStretchLoads; ++j) {
-    store_once_if(done + j * 32 + lane < total, dst + uint64_t{done + j * 32} * kWidth, held[j]);
-  }
-}
-
-// Groups of `lanes` lanes move a unit each, kUnits of them at a time, kLoads packages a lane and unit in flight. A
-// group starts up to `max_skew` packages before its unit, where a line starts, so that no step cuts a line of the
-// host's.
-template <int kWidth, int kUnits, int kLoads, class P>
-__device__ __forceinline__ void copy_units(const P& p, const Units& units, uint32_t lane) {
-  using Package = typename PackageOf<kWidth>::type;
-  const uint32_t lanes = p.lanes_per_unit;
-  const uint32_t groups = 32 / lanes;
-  const uint32_t group = lane / lanes;
-  const uint32_t column = lane % lanes;
-  for (uint32_t first = 0; first < units.count; first += groups * kUnits) {
-    const char* from[kUnits];
-    uint32_t start[kUnits];  // this lane's first package; wraps below 0 where it starts before the unit
-#pragma unroll
-    for (int k = 0; k < kUnits; ++k) {
-      const uint32_t unit = first + k * groups + group;
-      from[k] = shuffle_pointer(units.src, unit & 31);
-      const char* to = shuffle_pointer(units.dst, unit & 31);
-      const uint32_t low = static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.skew_by_dst ? to : from[k]));
-      start[k] = column - (low & p.skew_mask) / kWidth;
-      // No unit, or none to be written: no package of it is inside.
-      if (unit >= units.count || to == nullptr) start[k] = p.packages + p.max_skew;
-    }
-    for (uint32_t step = 0; step < p.packages + p.max_skew; step += lanes * kLoads) {
-      Package held[kUnits][kLoads] = {};
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          const uint32_t at = start[k] + step + j * lanes;
-          load_once_if(at < p.packages, held[k][j], from[k] + uint64_t{at} * kWidth);
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kUnits; ++k) {
-        // Fetched again rather than kept: the registers are needed by what is in flight.
-        char* to = shuffle_pointer(units.dst, (first + k * groups + group) & 31);
-#pragma unroll
-        for (int j = 0; j < kLoads; ++j) {
-          const uint32_t at = start[k] + step + j * lanes;
-          store_once_if(at < p.packages, to + uint64_t{at} * kWidth, held[k][j]);
-        }
-      }
-    }
-  }
 }
 
 template <int kWidth, int kUnits, int kLoads, int kBuffers>
@@ -191,18 +94,16 @@ __global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_consta
       index = fetch_index(p, item, lane);
     }
     if (is_stretch(units, p.unit_bytes, lane)) {
-      if (p.stretch_loads == 18) {
-        copy_stretch<kWidth, 18>(units, p.packages, lane);
+      if (p.cut.stretch_loads == 18) {
+        copy_stretch<kWidth, 18>(units, p.cut.packages, lane);
       } else {
-        copy_stretch<kWidth, 16>(units, p.packages, lane);
+        copy_stretch<kWidth, 16>(units, p.cut.packages, lane);
       }
     } else {
-      copy_units<kWidth, kUnits, kLoads>(p, units, lane);
+      copy_units<kWidth, kUnits, kLoads>(p.cut, units, lane);
     }
     // After either: a single unit counts as a stretch and may have one.
-    if (p.remainder != 0 && units.dst != nullptr) {
-      copy_remainder<kWidth>(units.dst + p.packages * kWidth, units.src + p.packages * kWidth, p.remainder);
-    }
+    copy_rest<kWidth>(p.cut, units);
     if (!more) return;
   }
 }
@@ -244,16 +145,16 @@ void launch_buffers(const TransferRequest& request, const BufferGroup& group, co
     p.src_base[b] = group.src_base[first_buffer + b];
   }
   fill_unit_params(request, plan, first, fault, &p);
-  p.packages = static_cast<uint32_t>(plan.packages);
-  p.lanes_per_unit = static_cast<uint32_t>(plan.split.lanes_per_unit);
-  p.skew_mask = static_cast<uint32_t>(plan.skew_alignment - 1);
-  p.max_skew = static_cast<uint32_t>(plan.max_skew);
-  p.skew_by_dst = plan.skew_by_dst;
-  p.stretch_loads = static_cast<uint32_t>(plan.stretch_loads);
+  p.cut.packages = static_cast<uint32_t>(plan.packages);
+  p.cut.remainder = static_cast<uint32_t>(plan.remainder);
+  p.cut.lanes_per_unit = static_cast<uint32_t>(plan.split.lanes_per_unit);
+  p.cut.skew_mask = static_cast<uint32_t>(plan.skew_alignment - 1);
+  p.cut.max_skew = static_cast<uint32_t>(plan.max_skew);
+  p.cut.skew_by_dst = plan.skew_by_dst;
+  p.cut.stretch_loads = static_cast<uint32_t>(plan.stretch_loads);
   p.units_per_item = static_cast<uint32_t>(plan.units_per_item);
   const uint32_t items_per_buffer = (p.num_units + p.units_per_item - 1) / p.units_per_item;
   p.num_items = items_per_buffer * static_cast<uint32_t>(count);
-  p.remainder = static_cast<uint32_t>(plan.remainder);
   p.inner_items = FastDivide(plan.buffers_innermost ? static_cast<uint32_t>(count) : items_per_buffer);
   const Kernel<kBuffers> kernel = kernel_of<kBuffers>(plan.package_bytes, plan.split);
   // Not <<<>>>, whose outcome has to be asked of the runtime's last error, which an earlier call may have left.

@@ -34,14 +34,19 @@ int64_t max_skew(const UnitShape& unit, int64_t lanes) {
 
 LaneSplit choose_lane_split(const UnitShape& unit) {
   constexpr LaneSplit kKernels[] = {{0, 1, 16}, {0, 2, 8}, {0, 2, 9}, {0, 4, 4}, {0, 8, 2}};
+  return choose_lane_split(unit, kKernels, std::size(kKernels));
+}
+
+LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, size_t count) {
   const int64_t unit_bytes = unit.packages * unit.package_bytes;
-  LaneSplit best;
+  LaneSplit best = kernels[0];
   double best_busy = 0;
   for (int64_t lanes = 1; lanes <= 32; lanes *= 2) {
     const int64_t step_bytes = lanes * unit.package_bytes;
     if (lanes < 32 && step_bytes < kLineBytes && step_bytes < unit_bytes) continue;
     const int64_t loads = (unit.packages + max_skew(unit, lanes) + lanes - 1) / lanes;
-    for (const LaneSplit& kernel : kKernels) {
+    for (size_t k = 0; k < count; ++k) {
+      const LaneSplit& kernel = kernels[k];
       const int64_t rounds = (loads + kernel.loads_per_unit - 1) / kernel.loads_per_unit;
       const double busy =
           static_cast<double>(unit.packages) / static_cast<double>(rounds * kernel.loads_per_unit * lanes);

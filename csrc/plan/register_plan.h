@@ -1,6 +1,7 @@
 // How the register kernel cuts a buffer group into work items. Pure host code.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "request/request.h"
@@ -37,6 +38,9 @@ int64_t max_skew(const UnitShape& unit, int64_t lanes);
 
 // The split, among those that have a kernel, that keeps most lanes busy without cutting lines.
 LaneSplit choose_lane_split(const UnitShape& unit);
+
+// The same among `count` kernels, whose lanes_per_unit is of no matter.
+LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, size_t count);
 
 // What one launch needs besides addresses. A unit is one piece of one slot; an item is up to `units_per_item`
 // consecutive units of one buffer, and one warp moves it.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "request/buffer_list.h"
+#include "request/fault_subject.h"
 #include "request/pool_view.h"
 #include "request/tensor_view.h"
 
@@ -42,9 +43,6 @@ struct TransferOptions {
   std::string prefer = "throughput";
   bool one_index_device = true;  // else the two index lists may lie on different devices
 };
-
-// Which op an index fault belongs to. The number of a fault is this for dst_indices, one more for src_indices.
-enum class FaultOp : int64_t { kTransfer = 1, kTransferStaged = 3 };
 
 struct TransferRequest {
   std::vector<BufferGroup> groups;

@@ -34,6 +34,9 @@
 namespace py = pybind11;
 
 namespace kvio {
+
+void bind_swap_in_steps(py::module_& m);  // swap_in_steps.cpp
+
 namespace {
 
 struct Dtype {
@@ -460,6 +463,12 @@ const char* kept(const std::string& text) {
 }
 
 void bind_facts(py::module_& m) {
+  m.def("fault_subject", [](int64_t number) {
+    const FaultSubject subject = fault_subject(number);
+    return std::make_tuple(subject.op, subject.argument, subject.is_matrix, subject.consequence);
+  });
+  m.def("fault_place", [](int64_t number, int64_t position) { return fault_place(fault_subject(number), position); });
+  m.def("matrix_position", &matrix_position);
   py::enum_<Direction>(m, "Direction")
       .value("H2D", Direction::kHostToDevice)
       .value("D2H", Direction::kDeviceToHost)
@@ -678,5 +687,6 @@ PYBIND11_MODULE(kvio_native, m) {
   kvio::bind_copy(m);
   kvio::bind_facts(m);
   kvio::bind_staged(m);
+  kvio::bind_swap_in_steps(m);
   kvio::bind_swap_in(m);
 }

@@ -1,0 +1,44 @@
+#include "plan/miss_copy_plan.h"
+
+#include <algorithm>
+
+#include "plan/copy_width.h"
+
+namespace kvio {
+namespace {
+
+// Few registers a thread where 1,024 threads resolve as well.
+constexpr LaneSplit kFused[] = {{0, 1, 4}, {0, 2, 2}, {0, 4, 1}};
+constexpr LaneSplit kNarrow[] = {{0, 1, 16}};
+
+MissCopyPlan make_plan(const BufferGroup& group, bool fused) {
+  const uint64_t bits = address_bits(group);
+  MissCopyPlan plan;
+  plan.package_bytes = copy_width(group.dst, group.src, bits);
+  plan.packages = group.dst.piece_bytes / plan.package_bytes;
+  plan.remainder = group.dst.piece_bytes % plan.package_bytes;
+  const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(group.dst, group.src, bits)};
+  if (plan.package_bytes < 16) {
+    plan.split = choose_lane_split(unit, kNarrow, std::size(kNarrow));
+  } else if (fused) {
+    plan.split = choose_lane_split(unit, kFused, std::size(kFused));
+  } else {
+    plan.split = choose_lane_split(unit);
+  }
+  plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
+  plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
+  return plan;
+}
+
+}  // namespace
+
+MissCopyPlan make_fused_copy_plan(const BufferGroup& group) { return make_plan(group, true); }
+MissCopyPlan make_planned_copy_plan(const BufferGroup& group) { return make_plan(group, false); }
+
+int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters, const SwapInPolicy& policy) {
+  int64_t ctas = has_clusters ? policy.cluster_ctas : 1;
+  while (ctas > 1 && batch * ctas > num_sms) ctas /= 2;
+  return ctas;
+}
+
+}  // namespace kvio

@@ -1,0 +1,35 @@
+// How missing rows of a swap-in are cut and shared out on a GPU. Pure host code.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/register_plan.h"
+#include "request/swap_in_request.h"
+
+namespace kvio {
+
+// The rows of one buffer group as warps move them.
+struct MissCopyPlan {
+  int64_t package_bytes = 16;  // one load
+  int64_t packages = 0;        // whole packages of a unit, a piece of a row
+  int64_t remainder = 0;       // bytes of a unit after them
+  LaneSplit split;
+  int64_t skew_alignment = 16;
+  int64_t max_skew = 0;  // packages
+};
+
+struct SwapInPolicy {
+  int64_t fused_batch = 32;    // up to here the CTAs that resolve a request copy its rows as well
+  int64_t cluster_ctas = 4;    // of one request, where there are SMs for them
+  int64_t planned_blocks = 8;  // over all requests: they fill the link and stay close together in host memory
+};
+
+// Kernels for whole packages of 16 bytes exist in these shapes; narrower packages are moved by one lane a package run.
+MissCopyPlan make_fused_copy_plan(const BufferGroup& group);
+MissCopyPlan make_planned_copy_plan(const BufferGroup& group);
+
+// CTAs of one request: a power of two, 1 where clusters do not exist (before sm_90) or the batch is large.
+int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters,
+                         const SwapInPolicy& policy = SwapInPolicy());
+
+}  // namespace kvio

@@ -1,0 +1,41 @@
+#include "request/fault_subject.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace kvio {
+namespace {
+
+constexpr const char* kNotMoved = "That row was not moved; the others were";
+constexpr const char* kNoLocation = "What it was needed for yields -1; the rest was served";
+
+// In the order of FaultOp, kTransfer first.
+constexpr FaultSubject kSubjects[] = {
+    {"transfer", "dst_indices", false, kNotMoved},
+    {"transfer", "src_indices", false, kNotMoved},
+    {"transfer_staged", "dst_indices", false, kNotMoved},
+    {"transfer_staged", "src_indices", false, kNotMoved},
+    {"swap_in", "top_k_tokens", true, kNoLocation},
+    {"swap_in", "host_cache_locs", true, kNoLocation},
+    {"swap_in", "device_buffer_locs", true, kNoLocation},
+    {"swap_in", "lru_slots", true, "That slot is not given away; the rest was served"},
+    {"swap_in", "req_pool_indices", false, kNoLocation},
+    {"swap_in", "device_locs", true, kNoLocation},
+    {"copy_planned", "miss_src", true, kNotMoved},
+    {"copy_planned", "miss_dst", true, kNotMoved},
+};
+
+}  // namespace
+
+FaultSubject fault_subject(int64_t number) {
+  const int64_t last = static_cast<int64_t>(std::size(kSubjects)) - 1;
+  return kSubjects[std::clamp<int64_t>(number - static_cast<int64_t>(FaultOp::kTransfer), 0, last)];
+}
+
+std::string fault_place(const FaultSubject& subject, int64_t position) {
+  std::string place = std::string(subject.argument) + "[";
+  if (subject.is_matrix) place += std::to_string(position >> 32) + ", ";
+  return place + std::to_string(subject.is_matrix ? position & 0xffffffff : position) + "]";
+}
+
+}  // namespace kvio
