@@ -146,18 +146,23 @@ class HotBuffers:
             selection = steps.index_select(1, self._entries(misses))
             torch.index_select(selection, 0, self.requests, out=self.selections[index])
 
+    def reserve_plans(self, count: int) -> None:
+        """Makes room for the plans of `count` calls."""
+        if self.plans and len(self.plans[0]) >= count:
+            return
+        self.plans = tuple(
+            torch.zeros((count, *shape), dtype=dtype, device=self._arena.where)
+            for dtype, shape in (
+                (torch.int64, self.out.shape),
+                (torch.int32, self.out.shape),
+                (torch.int32, self.out.shape[:1]),
+            )
+        )
+
     def make_plans(self, misses: int, count: int) -> None:
         """Selects as `select` does and records what each call would copy, without copying it."""
         self.select(misses, count)
-        if not self.plans or len(self.plans[0]) < count:
-            self.plans = tuple(
-                torch.zeros((count, *shape), dtype=dtype, device=self._arena.where)
-                for dtype, shape in (
-                    (torch.int64, self.out.shape),
-                    (torch.int32, self.out.shape),
-                    (torch.int32, self.out.shape[:1]),
-                )
-            )
+        self.reserve_plans(count)
         for index in range(count):
             self.swap_in(index, record=True, skip_io=True)
 
