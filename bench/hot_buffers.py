@@ -131,7 +131,7 @@ class HotBuffers:
         locs = self.locs.gather(1, order).flatten().long()
         host_rows = self.host_locs.gather(1, resident.long()).flatten()
         for far, rows in zip(self.far, self._host_rows(host_rows), strict=True):
-            far[locs] = rows
+            in_words(far)[locs] = rows
 
     def select(self, misses: int, count: int) -> None:
         """Makes the selections of the next `count` calls, each of which will miss `misses`."""
@@ -231,7 +231,7 @@ class HotBuffers:
         if int(places.min()) < 0:
             return False
         pairs = zip(self.far, self._host_rows(host_rows.flatten()), strict=True)
-        return all(torch.equal(far[places], rows) for far, rows in pairs)
+        return all(torch.equal(in_words(far)[places], rows) for far, rows in pairs)
 
     def _random(self, rows: int, columns: int) -> torch.Tensor:
         where = self._arena.where
@@ -270,11 +270,16 @@ class HotBuffers:
         return (self._entries(misses) >= self.geometry.top_k - misses).nonzero().flatten()
 
     def _host_rows(self, slots: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of the host pool, on the device, by torch."""
+        """Rows of the host pool, on the device, by torch, in words."""
         if self._mirror is not None:
-            return [view[slots] for view in self._mirror]
+            return [in_words(view)[slots] for view in self._mirror]
         on_cpu = slots.cpu()
-        return [view[on_cpu].to(self._arena.where) for view in self.host]
+        return [in_words(view)[on_cpu].to(self._arena.where) for view in self.host]
+
+
+def in_words(view: torch.Tensor) -> torch.Tensor:
+    """Rows as 8-byte words, which torch moves faster than bytes; every row here is whole words."""
+    return view.view(torch.int64)
 
 
 def slots_of(resident: torch.Tensor, wanted: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -320,4 +325,5 @@ def torch_swap_in(state: HotBuffers, index: int) -> None:
     state.lru[state.requests] = order.gather(1, source).to(torch.int16)
 
     src = state.host_locs[state.requests].gather(1, wanted)[missing].cpu()
-    torch_index(state.far, state.host, locs[missing].long(), src)
+    pools = ([in_words(view) for view in views] for views in (state.far, state.host))
+    torch_index(*pools, locs[missing].long(), src)
