@@ -15,7 +15,7 @@ import torch
 from jobs import torch_index
 
 import sgl_kvio
-from common import Arena, change_every_byte, new_side_stream, synchronize
+from common import Arena, change_every_byte, synchronize
 
 # Columns of the state tensors behind the hot buffer, of which the first is the newest token's.
 EXTRA_COLUMNS = 64
@@ -194,15 +194,14 @@ class HotBuffers:
         src, dst, counts = self.plans
         sgl_kvio.copy_planned(self.host, self.far, src[index], dst[index], counts[index], self.real)
 
-    def counts_misses(self, misses: int) -> tuple[int, int]:
-        """Least and most misses of a request, as one more call records them."""
-        self.make_plans(misses, 1)
+    def count_misses(self, misses: int, calls: int = 4) -> tuple[int, int]:
+        """Least and most misses of a request in `calls` more calls, as they are recorded."""
+        self.make_plans(misses, calls)
+        # The bytes that making plans left out.
+        for index in range(calls):
+            self.copy_planned(index)
         synchronize(self._arena.where)
-        counts = self.plans[2][0]
-        # The bytes that making a plan left out.
-        with torch.cuda.stream(new_side_stream(self._arena.where)):
-            self.copy_planned(0)
-        synchronize(self._arena.where)
+        counts = self.plans[2][:calls]
         return int(counts.min()), int(counts.max())
 
     def forget_bytes(self) -> None:

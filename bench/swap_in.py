@@ -62,7 +62,10 @@ TOP_K = 2048
 # A request's tokens: so many that a walk through them outgrows the caches of the host.
 MAX_LEN_FEW, MAX_LEN_MANY, FEW = 131072, 32768, 10
 PAGE_FIRST_LAYERS = 32
+# Two buffers a layer: values, and their scales.
+SPLIT_ROWS = (576, 8)
 HOST_READ_US = 1.25  # from a load of a GPU thread until the value from host memory is there
+LEAST_CALLS = 4  # of a repeat
 GRAPH, RESOLVE, PLANNED, RECORD, TORCH = "graph", "resolve", "copy_planned", "record", "torch"
 WAY_WORDS = {
     "swap_in": "swap_in",
@@ -147,7 +150,7 @@ def sizes_for(options: RunOptions, arena: Arena) -> Sizes:
         rows=((512,), (1152,)) if quick else tuple((n,) for n in (512, 576, 656, 1024, 1152)),
         named_rows=((512,),) if quick else ((512,), (1152,)),
         batches=(1, 100) if quick else (1, 10, 100, 256),
-        host_batches=(1, 100) if quick else (1, 10, 100),
+        host_batches=(1, 100) if quick else (1, 10, 100, 256),
         cpu_batches=(1, 100),
         misses=(2, 410),
         spans=tuple(dict.fromkeys(min(span, arena.nbytes) for span in spans)),
@@ -179,10 +182,6 @@ def cpu_sizes(arena: Arena, quick: bool) -> Sizes:
         bytes_per_repeat=MIB,
         ceiling_bytes=64 * MIB,
     )
-
-
-# Two buffers a layer: values, and their scales.
-SPLIT_ROWS = (576, 8)
 
 
 class Bench:
@@ -246,17 +245,17 @@ class Bench:
         if run.is_skipped(case):
             return None
         state = self.state_for(case.geometry)
-        payload = max(1, case.payload_bytes)
-        calls = max(4, min(sizes.most_calls, sizes.bytes_per_repeat // payload))
-        # The host gathers rows then, which events would not see, and one call is long enough.
-        calls = min(sizes.most_calls, 1 if case.way == TORCH else calls)
+        calls = sizes.bytes_per_repeat // max(1, case.payload_bytes)
+        calls = max(LEAST_CALLS, min(sizes.most_calls, calls))
+        if case.way == TORCH:  # the host gathers rows, and one call is long enough
+            calls = 1
         try:
             flow = Flow(state, case, calls)
             flow.run()  # loads the kernels, which is slower than any head start of a clock
             clock: Clock = flow_clock(run.device, case.way)
             timing = time_calls(flow.call, calls, PreparedClock(clock, flow.prepare), 0.0)
             latency_us = None if case.way == GRAPH else single_call_us(state, case)
-            counted = is_right(state, case, flow)
+            right = is_right(state, case, flow)
         except RuntimeError as error:
             run.refuse(case, error)
             return None
@@ -275,7 +274,7 @@ class Bench:
             # The thread that submits was slower than the device: its pace is what was timed.
             "host_bound": getattr(clock, "host_bound", False),
         }
-        if not counted:
+        if not right:
             run.note_wrong_bytes(record)
             return None
         return record
@@ -340,6 +339,7 @@ class Flow:
 
 
 def flow_clock(device: torch.device, way: str) -> Clock:
+    """Device time of calls back to back; of torch the host's, since its gathers are host work."""
     if device.type == "cuda" and way != TORCH:
         return QueuedClock(device)
     return WallClock(device)
@@ -357,7 +357,7 @@ def is_right(state: HotBuffers, case: Case, flow: Flow) -> bool:
 
     One more repeat, of which the last call's hits are rows that timed calls brought; another one
     after every byte of the device pool was changed, so that no row is right for having been there
-    before; then the misses of a call are counted.
+    before; then the misses of a few more calls are counted.
     """
     last = flow.calls - 1
     for new_of in (0, case.misses):
@@ -368,7 +368,7 @@ def is_right(state: HotBuffers, case: Case, flow: Flow) -> bool:
             return False
         if case.way != RESOLVE and not state.has_exact_bytes(last, new_of):
             return False
-    return state.counts_misses(case.misses) == (case.misses, case.misses)
+    return state.count_misses(case.misses) == (case.misses, case.misses)
 
 
 # --- Sections -------------------------------------------------------------------------------
