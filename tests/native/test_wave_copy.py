@@ -83,7 +83,7 @@ def test_address_sanitizer_sees_one_byte_too_many(sanitized):
     assert "heap-buffer-overflow" in done.stderr
 
 
-# ---- machine code for AMD GPUs --------------------------------------------------------------------
+# ---- machine code for AMD GPUs
 
 NON_TEMPORAL = {"gfx90a": {"glc", "slc"}, "gfx942": {"nt"}, "gfx950": {"nt"}}
 CACHE_BITS = {"glc", "slc", "dlc", "scc", "nt", "sc0", "sc1"}
@@ -137,11 +137,10 @@ class CodeObject:
 @pytest.fixture(scope="module", params=list(NON_TEMPORAL))
 def code(request, hip_clang, tmp_path_factory):
     target = request.param
-    known = says([hip_clang, "--target=amdgcn-amd-amdhsa", "--print-supported-cpus"])
-    if target not in known.split():
-        pytest.skip(f"{hip_clang} does not know {target}")
     path = tmp_path_factory.mktemp(target) / "wave_copy.o"
     done = compile_for(hip_clang, target, path)
+    if target == "gfx950" and "invalid target ID" in done.stderr:
+        pytest.skip(f"{hip_clang} is too old for gfx950: it needs LLVM 20")
     assert done.returncode == 0, done.stderr
     code = CodeObject(hip_clang, target, path)
     code.target = target
@@ -206,7 +205,7 @@ def test_a_made_up_target_is_refused_by_name(hip_clang, tmp_path):
     assert not (tmp_path / "none.o").exists()
 
 
-# ---- machine code for NVIDIA GPUs -----------------------------------------------------------------
+# ---- machine code for NVIDIA GPUs
 
 
 def test_cuda_compiles_waves_of_32_and_groups_of_64_threads_without_a_stack(tmp_path):
