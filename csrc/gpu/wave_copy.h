@@ -1,15 +1,14 @@
-// The row copy of GPUs whose waves may have 64 lanes: one row by one lane group, the lane count a parameter. One source
-// for HIP, CUDA and the CPU; memory is touched through `Memory` alone, so tests/native runs it lane by lane and sees
-// every access. Lanes tell each other nothing, and each byte of a row is read once and written once.
+// The row copy for waves of 32 or 64 lanes: one row by one lane group, the lane count a parameter. One source for HIP,
+// CUDA and the CPU. It touches memory through `Memory` alone, so tests/native runs it lane by lane and sees every
+// access. Lanes tell each other nothing; every byte of a row is read once and written once.
 //
-// What shaped it (issue of record: measured by its authors on MI355X, waves of 64; not run on AMD hardware here):
-// * 16 bytes a lane only where they fill the wave: 1,024 B rows are 13-20% faster at small batch, but 512 B leaves half
-//   the wave idle and is 14-22% slower than 8 bytes a lane. Hence the gate, and whole steps only: what is less than a
-//   step goes 8 bytes a lane.
-// * Rows of a host pool are read once and used from the destination: wide loads are non-temporal, stores are cached.
-//   Narrow loads are cached, because two steps may share a line.
-// * A load from the host takes longer than anything else here (1.3 us on an H200), so the last wide steps, the words
-//   and the bytes after them are all loaded before the first is stored: 1,152 B is one trip and not two.
+// What shaped it (numbers of its first authors, MI355X, waves of 64; this source has not been run on AMD hardware):
+// * 16 bytes a lane only where they fill the wave: rows of 1,024 bytes gain 13-20% at small batch, rows of 512 leave
+//   half of it idle and lose 14-22% against 8 bytes a lane. Hence the gate, and whole steps only.
+// * A host row is read once and then used where it went: wide loads are non-temporal, stores are cached. Narrow loads
+//   are cached, since two steps may share a line.
+// * A load from the host takes longer than all else here, so what is left after the long loop (wide steps, words and
+//   bytes) is loaded before any of it is stored: a row of 1,152 bytes is one trip, not two.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
-// A kernel around gpu/wave_copy.h and nothing else, for the instructions that compilers make of it. HIP without any
-// header of ROCm, or CUDA.
+// Kernels around gpu/wave_copy.h and nothing else, for the machine code that compilers make of it: HIP without any
+// header of ROCm, or CUDA. Rows come from memory, as they do from a table of buffers: nothing but the header itself can
+// know then in which kind of memory they lie.
 #include "gpu/wave_copy.h"
 
 #if defined(__HIP__)
@@ -10,12 +11,10 @@
 #define THREAD threadIdx.x
 #endif
 
-KERNEL rows_by_wave_of_32(char* dst, const char* src, int64_t row_bytes, int64_t dst_pitch, int64_t src_pitch) {
-  const int64_t row = THREAD / 32;
-  kvio::gpu::wave_copy<32>(THREAD % 32, dst + row * dst_pitch, src + row * src_pitch, row_bytes);
+KERNEL rows_by_wave_of_32(char* const* dst, const char* const* src, int64_t row_bytes) {
+  kvio::gpu::wave_copy<32>(THREAD % 32, dst[THREAD / 32], src[THREAD / 32], row_bytes);
 }
 
-KERNEL rows_by_wave_of_64(char* dst, const char* src, int64_t row_bytes, int64_t dst_pitch, int64_t src_pitch) {
-  const int64_t row = THREAD / 64;
-  kvio::gpu::wave_copy<64>(THREAD % 64, dst + row * dst_pitch, src + row * src_pitch, row_bytes);
+KERNEL rows_by_wave_of_64(char* const* dst, const char* const* src, int64_t row_bytes) {
+  kvio::gpu::wave_copy<64>(THREAD % 64, dst[THREAD / 64], src[THREAD / 64], row_bytes);
 }
