@@ -222,6 +222,11 @@ struct GlobalMemory {
   }
 };
 
+template <int kLanes>
+KVIO_LANE void wave_copy(uint32_t lane, char* dst, const char* src, int64_t row_bytes) {
+  wave_copy<kLanes>(GlobalMemory{}, lane, dst, src, row_bytes);
+}
+
 #elif defined(__CUDACC__)
 
 struct GlobalMemory {
@@ -244,12 +249,10 @@ struct GlobalMemory {
   KVIO_LANE void await(T&) const {}
 };
 
-#endif
-
-#if defined(__HIP__) || defined(__CUDACC__)
-
 template <int kLanes>
 KVIO_LANE void wave_copy(uint32_t lane, char* dst, const char* src, int64_t row_bytes) {
+  __builtin_assume(__isGlobal(dst));
+  __builtin_assume(__isGlobal(src));
   wave_copy<kLanes>(GlobalMemory{}, lane, dst, src, row_bytes);
 }
 

@@ -24,7 +24,9 @@ def built(folder: Path, *flags: str) -> Path:
     except build.CannotBuildError as missing:
         pytest.skip(f"the emulation cannot be built: {missing}")
     program = folder / "wave_copy_rows"
-    flags = ("-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{build.CSRC}", *flags)
+    # With -fsanitize=undefined gcc folds members of different sizes into one, and then warns of it.
+    warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-array-bounds")
+    flags = ("-std=c++17", *warnings, f"-I{build.CSRC}", *flags)
     build.run([*compiler, *flags, str(EMULATION), "-o", str(program)])
     return program
 
