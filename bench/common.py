@@ -428,6 +428,38 @@ def resolve_run_options(
     )
 
 
+def run_with_sections(
+    argv: Sequence[str],
+    question: str,
+    description: str,
+    known: Sequence[str],
+    measure: Callable[[RunOptions, Sequence[str]], dict[str, Any]],
+    *,
+    gpu_pool_gib: dict[str, float],
+    gpu_budget_s: dict[str, float],
+) -> int:
+    """A bench with modes and sections, from its command line to its files; its exit code.
+
+    Host memory and seconds on a GPU are given by mode.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    add_mode_options(parser, "a look in 25 seconds", "the promised figures, PASS or MISS")
+    add_section_option(parser, known)
+    add_run_options(parser)
+    args = parser.parse_args(argv)
+    sections = sections_of(parser, args, known)
+    mode = mode_of(parser, args)
+    options = resolve_run_options(
+        args,
+        argv,
+        f"{question}.py",
+        mode=mode,
+        gpu_pool_gib=gpu_pool_gib[mode],
+        gpu_budget_s=gpu_budget_s[mode],
+    )
+    return finish(options, question, measure(options, sections))
+
+
 def command_line(script: str, argv: Sequence[str], out: Path | None) -> str:
     """The command without --out, whose folders of this machine would be committed with it."""
     kept = [arg for arg in argv if arg not in ("--out", str(out)) and not arg.startswith("--out=")]
@@ -438,6 +470,16 @@ def allowed_host_bytes(device: torch.device) -> float:
     """Most host memory that a bench may take for its pools: half, a quarter without a GPU."""
     # The device pool is host memory too on a CPU.
     return (memory_limits().allowed_bytes or math.inf) / (2 if device.type == "cuda" else 4)
+
+
+def make_arena(options: RunOptions, most_on_device: float = math.inf) -> Arena:
+    """Host memory for the largest pool, and as much on the device where a third of it is free."""
+    host = int(min(options.pool_bytes, allowed_host_bytes(options.device))) // MIB * MIB
+    if options.device.type != "cuda":
+        return Arena(options.device, host, options.host_memory)
+    free_on_gpu, _ = torch.cuda.mem_get_info(options.device)
+    device = int(min(host, most_on_device, free_on_gpu / 3)) // MIB * MIB
+    return Arena(options.device, host, options.host_memory, device)
 
 
 def finish(options: RunOptions, question: str, result: dict[str, Any]) -> int:
@@ -484,7 +526,9 @@ def verdict(
 
 
 def print_targets(verdicts: Sequence[dict[str, Any]]) -> None:
-    """Prints verdicts as a table, and how many were met."""
+    """Prints verdicts, if there are any, as a table, and how many were met."""
+    if not verdicts:
+        return
     rows = [
         [
             item["what"],

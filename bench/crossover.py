@@ -12,7 +12,6 @@ configuration is byte-checked. Without a GPU the sizes are small and the backend
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import statistics
@@ -31,6 +30,7 @@ from jobs import (
     Case,
     Job,
     Recorder,
+    Session,
     ctas_words,
     gather,
     pool_layers,
@@ -41,24 +41,14 @@ from common import (
     MIB,
     Arena,
     RunOptions,
-    add_mode_options,
-    add_run_options,
-    add_section_option,
-    allowed_host_bytes,
     change_every_byte,
-    describe_machine,
-    finish,
     host_cost_us,
-    machine_title,
+    make_arena,
     measure_ceilings,
-    mode_of,
     new_side_stream,
-    print_ceilings,
-    print_drift,
     print_table,
     print_targets,
-    resolve_run_options,
-    sections_of,
+    run_with_sections,
     synchronize,
     verdict,
 )
@@ -613,16 +603,6 @@ def cost_verdict(what: str, limit: float, cost: dict[str, Any] | None) -> dict[s
 # --- The run --------------------------------------------------------------------------------
 
 
-def make_arena(options: RunOptions) -> Arena:
-    """Host memory for the largest pool, and device memory for the pools compared cell by cell."""
-    host = int(min(options.pool_bytes, allowed_host_bytes(options.device))) // MIB * MIB
-    if options.device.type != "cuda":
-        return Arena(options.device, host, options.host_memory)
-    free_on_gpu, _ = torch.cuda.mem_get_info(options.device)
-    device = int(min(host, 4 * GIB, free_on_gpu / 3)) // MIB * MIB
-    return Arena(options.device, host, options.host_memory, device)
-
-
 def accepted(run: Recorder) -> tuple[str, ...]:
     """The GPU backends that take a small transfer here; the others are in `refused`."""
     taken = []
@@ -640,10 +620,8 @@ def accepted(run: Recorder) -> tuple[str, ...]:
 
 def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
     """One run: ceilings first, then the sections. Returns what the JSON holds."""
-    started = time.monotonic()
-    machine = describe_machine(options.device)
-    print(machine_title(machine), flush=True)
-    arena = make_arena(options)
+    session = Session(options)
+    arena = make_arena(options, 4 * GIB)
     sizes = sizes_for(options, arena)
     run = Recorder(
         arena,
@@ -653,8 +631,7 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
         seed=options.seed,
         seconds_per_figure=0.0,
     )
-    print_ceilings(run.ceilings)
-    print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
+    session.ready(run)
     backends = accepted(run)
     shares: list[dict[str, Any]] = []
     loads: list[dict[str, Any]] = []
@@ -670,19 +647,9 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
         measure_large_pools(run, sizes, backends)
     if "runs" in sections:
         shares = measure_runs(run, sizes, backends)
-    ceilings_after = measure_ceilings(options.device, sizes.ceiling_bytes)
-    print_drift(run.ceilings, ceilings_after)
-    if targets:
-        print_targets(targets)
-    arena.close()
     return {
         "sections": list(sections),
-        "machine": machine,
-        "host_pool_gib": arena.nbytes / GIB,
-        "wall_seconds": time.monotonic() - started,
-        "ceilings": run.ceilings,
-        "ceilings_after": ceilings_after,
-        **run.findings(),
+        **session.close(run, sizes.ceiling_bytes, lambda: print_targets(targets)),
         "auto": shares,
         "call_costs": run.call_costs,
         "loads": loads,
@@ -692,22 +659,15 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 1 when a configuration moved wrong bytes."""
-    parser = argparse.ArgumentParser(description="Which backend is fastest where?")
-    add_mode_options(parser, "a look in 25 seconds", "the promised figures, PASS or MISS")
-    add_section_option(parser, SECTIONS)
-    add_run_options(parser)
-    args = parser.parse_args(argv)
-    sections = sections_of(parser, args, SECTIONS)
-    mode = mode_of(parser, args)
-    options = resolve_run_options(
-        args,
+    return run_with_sections(
         argv,
-        "crossover.py",
-        mode=mode,
-        gpu_pool_gib={"full": 64.0, "quick": 4.0, "targets": 16.0}[mode],
-        gpu_budget_s={"full": 105.0, "quick": 18.0, "targets": 45.0}[mode],
+        "crossover",
+        "Which backend is fastest where?",
+        SECTIONS,
+        measure,
+        gpu_pool_gib={"full": 64.0, "quick": 4.0, "targets": 16.0},
+        gpu_budget_s={"full": 105.0, "quick": 18.0, "targets": 45.0},
     )
-    return finish(options, "crossover", measure(options, sections))
 
 
 if __name__ == "__main__":

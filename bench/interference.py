@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from jobs import PAGE, Case, Recorder, ctas_words
+from jobs import PAGE, Case, Recorder, Session, ctas_words
 
 from common import (
     GIB,
@@ -33,13 +33,10 @@ from common import (
     RunOptions,
     add_run_options,
     allowed_host_bytes,
-    describe_machine,
     finish,
-    machine_title,
     measure_ceilings,
     new_side_stream,
     print_ceilings,
-    print_drift,
     print_table,
     print_targets,
     resolve_run_options,
@@ -549,9 +546,7 @@ def judge(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def measure(options: RunOptions) -> dict[str, Any]:
     """One run: ceilings, every provider alone, then every loop. Returns what the JSON holds."""
-    started = time.monotonic()
-    machine = describe_machine(options.device)
-    print(machine_title(machine), flush=True)
+    session = Session(options)
     amount = amount_of(options)
     pool = min(amount.pool_bytes, options.pool_bytes, allowed_host_bytes(options.device))
     arena = Arena(options.device, int(pool) // MIB * MIB, options.host_memory)
@@ -572,21 +567,15 @@ def measure(options: RunOptions) -> dict[str, Any]:
         print_loop(loop, records)
         run.records += records
         del loop
-    ceilings_after = measure_ceilings(options.device, amount.ceiling_bytes)
-    print_drift(run.ceilings, ceilings_after)
     targets = judge(run.records) if options.device.type == "cuda" else []
-    if targets:
+
+    def report() -> None:
         print_targets(targets)
-    takers.clear()
-    arena.close()
+        takers.clear()
+
     return {
         "loops": {name: LOOP_WORDS[name] for name in amount.loops},
-        "machine": machine,
-        "host_pool_gib": arena.nbytes / GIB,
-        "wall_seconds": time.monotonic() - started,
-        "ceilings": run.ceilings,
-        "ceilings_after": ceilings_after,
-        **run.findings(),
+        **session.close(run, amount.ceiling_bytes, report),
         "targets": targets,
     }
 

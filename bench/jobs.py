@@ -21,11 +21,17 @@ from common import (
     SECONDS_PER_FIGURE,
     Arena,
     Clock,
+    RunOptions,
     WallClock,
     change_every_byte,
+    describe_machine,
     device_clock,
     host_cost_us,
+    machine_title,
+    measure_ceilings,
     new_side_stream,
+    print_ceilings,
+    print_drift,
     synchronize,
     time_calls,
 )
@@ -540,3 +546,38 @@ class Recorder:
         """Notes a configuration whose copy differs from torch's, which fails the run."""
         print(f"  WRONG BYTES: {record}", flush=True)
         self.mismatches.append(record)
+
+
+class Session:
+    """What every bench says and records around its own measurements. Begins with its first line."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._started = time.monotonic()
+        self._machine = describe_machine(options.device)
+        print(machine_title(self._machine), flush=True)
+
+    def ready(self, run: Recorder) -> None:
+        """The pools and the ceilings are there."""
+        print_ceilings(run.ceilings)
+        seconds = time.monotonic() - self._started
+        print(f"host pool {run.arena.nbytes / GIB:.2f} GiB, ready in {seconds:.1f} s")
+
+    def close(
+        self, run: Recorder, ceiling_bytes: int, report: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """The ceilings again, then `report`, which lets go of what is cut from the arena.
+
+        Returns what the JSON of every bench holds.
+        """
+        ceilings_after = measure_ceilings(run.device, ceiling_bytes)
+        print_drift(run.ceilings, ceilings_after)
+        report()
+        run.arena.close()
+        return {
+            "machine": self._machine,
+            "host_pool_gib": run.arena.nbytes / GIB,
+            "wall_seconds": time.monotonic() - self._started,
+            "ceilings": run.ceilings,
+            "ceilings_after": ceilings_after,
+            **run.findings(),
+        }

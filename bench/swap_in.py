@@ -13,17 +13,15 @@ sizes are small and both are CPU kernels.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from hot_buffers import PATTERNS, Geometry, HotBuffers, torch_swap_in
-from jobs import Recorder
+from jobs import Recorder, Session
 
 from common import (
     GIB,
@@ -34,23 +32,13 @@ from common import (
     QueuedClock,
     RunOptions,
     WallClock,
-    add_mode_options,
-    add_run_options,
-    add_section_option,
-    allowed_host_bytes,
-    describe_machine,
-    finish,
     host_cost_us,
-    machine_title,
+    make_arena,
     measure_ceilings,
-    mode_of,
     new_side_stream,
-    print_ceilings,
-    print_drift,
     print_table,
     print_targets,
-    resolve_run_options,
-    sections_of,
+    run_with_sections,
     synchronize,
     time_calls,
     verdict,
@@ -592,7 +580,9 @@ def verdicts_of(figures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_figures(figures: Sequence[dict[str, Any]]) -> None:
-    """Prints each figure, its neighbours, and what it consists of at least."""
+    """Prints each figure there is, its neighbours, and what it consists of at least."""
+    if not figures:
+        return
 
     def words(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
@@ -616,21 +606,9 @@ def print_figures(figures: Sequence[dict[str, Any]]) -> None:
 # --- The run --------------------------------------------------------------------------------
 
 
-def make_arena(options: RunOptions) -> Arena:
-    """Host memory for the largest pool, and as much on the device where a third of it is free."""
-    host = int(min(options.pool_bytes, allowed_host_bytes(options.device))) // MIB * MIB
-    if options.device.type != "cuda":
-        return Arena(options.device, host, options.host_memory)
-    free_on_gpu, _ = torch.cuda.mem_get_info(options.device)
-    device = int(min(host, free_on_gpu / 3)) // MIB * MIB
-    return Arena(options.device, host, options.host_memory, device)
-
-
 def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
     """One run: ceilings first, then the sections. Returns what the JSON holds."""
-    started = time.monotonic()
-    machine = describe_machine(options.device)
-    print(machine_title(machine), flush=True)
+    session = Session(options)
     arena = make_arena(options)
     sizes = sizes_for(options, arena)
     run = Recorder(
@@ -642,29 +620,22 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
         seconds_per_figure=0.0,
     )
     bench = Bench(run, sizes)
-    print_ceilings(run.ceilings)
-    print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
+    session.ready(run)
     figures = measure_figures(bench) if options.mode == "targets" else []
     targets = verdicts_of(figures)
     steps = {"cpu": measure_cpu, "rows": measure_rows, "ways": measure_ways, "hosts": measure_hosts}
     for name in SECTIONS:
         if name in sections:
             steps[name](bench)
-    ceilings_after = measure_ceilings(options.device, sizes.ceiling_bytes)
-    print_drift(run.ceilings, ceilings_after)
-    if figures:
+
+    def report() -> None:
         print_figures(figures)
         print_targets(targets)
-    bench.close()
-    arena.close()
+        bench.close()
+
     return {
         "sections": list(sections),
-        "machine": machine,
-        "host_pool_gib": arena.nbytes / GIB,
-        "wall_seconds": time.monotonic() - started,
-        "ceilings": run.ceilings,
-        "ceilings_after": ceilings_after,
-        **run.findings(),
+        **session.close(run, sizes.ceiling_bytes, report),
         "call_costs": run.call_costs,
         "figures": figures,
         "targets": targets,
@@ -673,22 +644,15 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 1 when a configuration moved wrong bytes."""
-    parser = argparse.ArgumentParser(description="What does a swap-in cost beside its floor?")
-    add_mode_options(parser, "a look in 25 seconds", "the promised figures, PASS or MISS")
-    add_section_option(parser, SECTIONS)
-    add_run_options(parser)
-    args = parser.parse_args(argv)
-    sections = sections_of(parser, args, SECTIONS)
-    mode = mode_of(parser, args)
-    options = resolve_run_options(
-        args,
+    return run_with_sections(
         argv,
-        "swap_in.py",
-        mode=mode,
-        gpu_pool_gib={"full": 32.0, "quick": 4.0, "targets": 1.0}[mode],
-        gpu_budget_s={"full": 88.0, "quick": 18.0, "targets": 32.0}[mode],
+        "swap_in",
+        "What does a swap-in cost beside its floor?",
+        SECTIONS,
+        measure,
+        gpu_pool_gib={"full": 32.0, "quick": 4.0, "targets": 1.0},
+        gpu_budget_s={"full": 88.0, "quick": 18.0, "targets": 32.0},
     )
-    return finish(options, "swap_in", measure(options, sections))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +27,7 @@ from jobs import (
     Case,
     Group,
     Recorder,
+    Session,
     by_ctas,
 )
 
@@ -39,13 +39,9 @@ from common import (
     add_mode_options,
     add_run_options,
     allowed_host_bytes,
-    describe_machine,
     finish,
-    machine_title,
     measure_ceilings,
     mode_of,
-    print_ceilings,
-    print_drift,
     print_table,
     resolve_run_options,
 )
@@ -285,6 +281,8 @@ def judge(run: Run, plan: Plan) -> list[dict[str, Any]]:
 
 
 def print_verdicts(verdicts: list[dict[str, Any]]) -> None:
+    if not verdicts:
+        return
     rows = [
         [
             item["what"],
@@ -318,9 +316,7 @@ def print_call_costs(costs: list[dict[str, Any]]) -> None:
 
 def measure(options: RunOptions, backends: Sequence[str], sizes: Sizes) -> dict[str, Any]:
     """One run: ceilings first, then everything the mode asks for. Returns what the JSON holds."""
-    started = time.monotonic()
-    machine = describe_machine(options.device)
-    print(machine_title(machine), flush=True)
+    session = Session(options)
     arena = Arena(options.device, arena_bytes(options), options.host_memory)
     run = Run(
         arena,
@@ -329,8 +325,7 @@ def measure(options: RunOptions, backends: Sequence[str], sizes: Sizes) -> dict[
         budget_s=options.budget_s,
         seed=options.seed,
     )
-    print_ceilings(run.ceilings)
-    print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
+    session.ready(run)
 
     plan = Plan(sizes, accepted_backends(run, backends), arena.nbytes)
     judged = options.device.type == "cuda" and "register" in plan.backends
@@ -341,19 +336,9 @@ def measure(options: RunOptions, backends: Sequence[str], sizes: Sizes) -> dict[
     for title, groups in sections():
         run.section(title, groups)
     print_call_costs(run.call_costs)
-    ceilings_after = measure_ceilings(options.device, sizes.ceiling_bytes)
-    print_drift(run.ceilings, ceilings_after)
     verdicts = judge(run, plan) if judged else []
-    if verdicts:
-        print_verdicts(verdicts)
-    arena.close()
     return {
-        "machine": machine,
-        "host_pool_gib": arena.nbytes / GIB,
-        "wall_seconds": time.monotonic() - started,
-        "ceilings": run.ceilings,
-        "ceilings_after": ceilings_after,
-        **run.findings(),
+        **session.close(run, sizes.ceiling_bytes, lambda: print_verdicts(verdicts)),
         "call_costs": run.call_costs,
         "targets": verdicts,
     }

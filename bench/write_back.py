@@ -13,10 +13,8 @@ Without a GPU the sizes are small and both are CPU kernels.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,29 +29,19 @@ from interference import (
     print_loop,
     takers_of,
 )
-from jobs import GPU_BACKENDS, MHA_ROWS, MLA_ROWS, TORCH_PAGES, Case, Recorder
+from jobs import GPU_BACKENDS, MHA_ROWS, MLA_ROWS, TORCH_PAGES, Case, Recorder, Session
 
 from common import (
     GIB,
     MIB,
     Arena,
     RunOptions,
-    add_mode_options,
-    add_run_options,
-    add_section_option,
     allowed_host_bytes,
-    describe_machine,
-    finish,
     host_cost_us,
-    machine_title,
     measure_ceilings,
-    mode_of,
-    print_ceilings,
-    print_drift,
     print_table,
     print_targets,
-    resolve_run_options,
-    sections_of,
+    run_with_sections,
     verdict,
 )
 
@@ -519,9 +507,7 @@ def beside_verdicts(records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any
 
 def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
     """One run: ceilings first, then the sections. Returns what the JSON holds."""
-    started = time.monotonic()
-    machine = describe_machine(options.device)
-    print(machine_title(machine), flush=True)
+    session = Session(options)
     sizes = sizes_for(options)
     pool = int(min(options.pool_bytes, allowed_host_bytes(options.device))) // MIB * MIB
     arena = Arena(options.device, pool, options.host_memory)
@@ -534,8 +520,7 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
         seconds_per_figure=0.0,
     )
     bench = Bench(run, sizes)
-    print_ceilings(run.ceilings)
-    print(f"host pool {arena.nbytes / GIB:.2f} GiB, ready in {time.monotonic() - started:.1f} s")
+    session.ready(run)
     targets: list[dict[str, Any]] = []
     beside: list[dict[str, Any]] = []
     if options.mode == "targets":
@@ -551,20 +536,10 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
         beside = measure_beside(bench, list(transfers_beside(bench, directions)))
     if "shapes" in sections:
         measure_shapes(bench)
-    ceilings_after = measure_ceilings(options.device, sizes.ceiling_bytes)
-    print_drift(run.ceilings, ceilings_after)
-    if targets:
-        print_targets(targets)
-    arena.close()
     return {
         "sections": list(sections),
         "loops": {name: LOOP_WORDS[name] for name in LOOPS},
-        "machine": machine,
-        "host_pool_gib": arena.nbytes / GIB,
-        "wall_seconds": time.monotonic() - started,
-        "ceilings": run.ceilings,
-        "ceilings_after": ceilings_after,
-        **run.findings(),
+        **session.close(run, sizes.ceiling_bytes, lambda: print_targets(targets)),
         "call_costs": run.call_costs,
         "beside": beside,
         "targets": targets,
@@ -573,22 +548,15 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Exit code 0, or 1 when a configuration moved wrong bytes."""
-    parser = argparse.ArgumentParser(description="What does staging whole pages gain and cost?")
-    add_mode_options(parser, "a look in 25 seconds", "the promised figures, PASS or MISS")
-    add_section_option(parser, SECTIONS)
-    add_run_options(parser)
-    args = parser.parse_args(argv)
-    sections = sections_of(parser, args, SECTIONS)
-    mode = mode_of(parser, args)
-    options = resolve_run_options(
-        args,
+    return run_with_sections(
         argv,
-        "write_back.py",
-        mode=mode,
-        gpu_pool_gib=4.0,
-        gpu_budget_s={"full": 88.0, "quick": 18.0, "targets": 35.0}[mode],
+        "write_back",
+        "What does staging whole pages gain and cost?",
+        SECTIONS,
+        measure,
+        gpu_pool_gib=dict.fromkeys(("full", "quick", "targets"), 4.0),
+        gpu_budget_s={"full": 88.0, "quick": 18.0, "targets": 35.0},
     )
-    return finish(options, "write_back", measure(options, sections))
 
 
 if __name__ == "__main__":

@@ -133,8 +133,7 @@ __device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
 __device__ __forceinline__ void answer_nothing(const ResolveParams& p, int32_t batch_row) {
   int32_t* out = row_of(p.top_k_device_locs, batch_row);
   for (int32_t i = threadIdx.x; i < p.top_k; i += kResolveThreads) out[i] = -1;
-  if (threadIdx.x == 0 && p.plan.miss_count.data != nullptr)
-    p.plan.miss_count.data[batch_row * p.plan.miss_count.stride] = 0;
+  if (threadIdx.x == 0) record_misses(p, batch_row, 0);
 }
 
 // Resolves a row of the batch; returns how many misses the workspace lists.
@@ -155,8 +154,7 @@ __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, cons
   if (seq_len <= p.hot_slots && p.device_locs.data == nullptr) {
     int32_t* out = row_of(p.top_k_device_locs, batch_row);
     for (int32_t i = t.number; i < p.top_k; i += t.count) out[i] = direct_result(env, p, job, i);
-    if (t.number == 0 && p.plan.miss_count.data != nullptr)
-      p.plan.miss_count.data[batch_row * p.plan.miss_count.stride] = 0;
+    if (t.number == 0) record_misses(p, batch_row, 0);
     return 0;
   }
   stage(env, p, w, job, t);

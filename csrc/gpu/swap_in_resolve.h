@@ -12,8 +12,10 @@
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define KVIO_STEP __device__ __forceinline__
+#define KVIO_ANYWHERE __host__ __device__ __forceinline__
 #else
 #define KVIO_STEP inline
+#define KVIO_ANYWHERE inline
 #endif
 
 namespace kvio::gpu {
@@ -71,38 +73,41 @@ constexpr int32_t kPending = -2;
 constexpr int32_t kNoEntry = 0x7fffffff;
 constexpr uint16_t kHit = 0x8000;
 
-constexpr int64_t round_up_16(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+// Where the arrays of a workspace are, one behind the other from `base` on, and where it ends.
+struct WorkspaceLayout {
+  Workspace arrays;
+  uintptr_t end;
+};
 
-// Bytes of a workspace; the offset of every array follows from the three sizes.
-constexpr int64_t workspace_bytes(int64_t top_k, int64_t hot_slots, int32_t hash_bits) {
+KVIO_ANYWHERE WorkspaceLayout lay_out_workspace(uintptr_t base, int64_t top_k, int64_t hot_slots, int32_t hash_bits) {
   const int64_t hash = int64_t{1} << hash_bits;
-  return round_up_16(8 * top_k) + 2 * round_up_16(4 * hash) + 3 * round_up_16(4 * top_k) + round_up_16(4 * hot_slots) +
-         round_up_16(4 * (hot_slots + 1)) + 2 * round_up_16(2 * hot_slots);
-}
-
-KVIO_STEP int64_t padded(int64_t bytes) { return (bytes + 15) / 16 * 16; }
-
-KVIO_STEP Workspace workspace_at(char* base, const ResolveParams& p) {
-  const int64_t hash = int64_t{1} << p.hash_bits;
-  Workspace w;
   const auto take = [&base](int64_t bytes) {
-    char* at = base;
-    base += padded(bytes);
+    void* at = reinterpret_cast<void*>(base);
+    base += static_cast<uintptr_t>((bytes + 15) / 16 * 16);
     return at;
   };
-  w.host = reinterpret_cast<int64_t*>(take(8 * int64_t{p.top_k}));
-  w.keys = reinterpret_cast<int32_t*>(take(4 * hash));
-  w.first = reinterpret_cast<int32_t*>(take(4 * hash));
-  w.tokens = reinterpret_cast<int32_t*>(take(4 * int64_t{p.top_k}));
-  w.result = reinterpret_cast<int32_t*>(take(4 * int64_t{p.top_k}));
-  w.home = reinterpret_cast<int32_t*>(take(4 * int64_t{p.top_k}));
-  w.slot_tokens = reinterpret_cast<int32_t*>(take(4 * int64_t{p.hot_slots}));
-  w.slot_locs = reinterpret_cast<int32_t*>(take(4 * (int64_t{p.hot_slots} + 1)));
-  w.lru = reinterpret_cast<uint16_t*>(take(2 * int64_t{p.hot_slots}));
-  w.order = reinterpret_cast<uint16_t*>(take(2 * int64_t{p.hot_slots}));
+  Workspace w;
+  w.host = static_cast<int64_t*>(take(8 * top_k));
+  w.keys = static_cast<int32_t*>(take(4 * hash));
+  w.first = static_cast<int32_t*>(take(4 * hash));
+  w.tokens = static_cast<int32_t*>(take(4 * top_k));
+  w.result = static_cast<int32_t*>(take(4 * top_k));
+  w.home = static_cast<int32_t*>(take(4 * top_k));
+  w.slot_tokens = static_cast<int32_t*>(take(4 * hot_slots));
+  w.slot_locs = static_cast<int32_t*>(take(4 * (hot_slots + 1)));
+  w.lru = static_cast<uint16_t*>(take(2 * hot_slots));
+  w.order = static_cast<uint16_t*>(take(2 * hot_slots));
   w.miss_src = reinterpret_cast<int64_t*>(w.keys);
   w.miss_dst = w.slot_tokens;
-  return w;
+  return {w, base};
+}
+
+inline int64_t workspace_bytes(int64_t top_k, int64_t hot_slots, int32_t hash_bits) {
+  return static_cast<int64_t>(lay_out_workspace(0, top_k, hot_slots, hash_bits).end);
+}
+
+KVIO_STEP Workspace workspace_at(char* base, const ResolveParams& p) {
+  return lay_out_workspace(reinterpret_cast<uintptr_t>(base), p.top_k, p.hot_slots, p.hash_bits).arrays;
 }
 
 // A row of the batch.
@@ -151,6 +156,12 @@ KVIO_STEP int32_t checked_loc(Env& env, const ResolveParams& p, int32_t loc, int
   if (loc >= 0 && loc < p.device_slots) return loc;
   env.fault(argument, position, loc, p.device_slots);
   return -1;
+}
+
+// How many misses a row of the batch has, where a plan is recorded.
+KVIO_STEP void record_misses(const ResolveParams& p, int32_t batch_row, int32_t misses) {
+  if (p.plan.miss_count.data == nullptr) return;
+  p.plan.miss_count.data[batch_row * p.plan.miss_count.stride] = misses;
 }
 
 // A fault's position in a 2-D argument, as request/fault_subject.h has it.
@@ -354,9 +365,7 @@ KVIO_STEP void finish(const ResolveParams& p, const Workspace& w, const Job& job
     if (j < leaving) from = j + taken < leaving ? j + taken : j + taken - leaving;
     lru[j] = static_cast<int16_t>(w.order[from]);
   }
-  if (t.number == 0 && p.plan.miss_count.data != nullptr) {
-    p.plan.miss_count.data[job.batch_row * p.plan.miss_count.stride] = all.misses;
-  }
+  if (t.number == 0) record_misses(p, job.batch_row, all.misses);
 }
 
 }  // namespace kvio::gpu

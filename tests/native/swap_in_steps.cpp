@@ -134,7 +134,7 @@ void bind_swap_in_steps(py::module_& m) {
           for (int32_t i = 0; i < top_k; ++i) {
             gpu::row_of(p.top_k_device_locs, batch_row)[i] = gpu::direct_result(env, p, job, i);
           }
-          p.plan.miss_count.at(batch_row) = 0;
+          gpu::record_misses(p, batch_row, 0);
         } else {
           const int32_t misses = resolve(p, w, job, threads, seed, &faults);
           for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
