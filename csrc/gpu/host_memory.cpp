@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "error.h"
+#include "gpu/device_guard.h"
 #include "gpu/driver.h"
 #include "gpu/platform.h"
 

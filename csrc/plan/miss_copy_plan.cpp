@@ -11,7 +11,7 @@ namespace {
 constexpr LaneSplit kFused[] = {{0, 1, 4}, {0, 2, 2}, {0, 4, 1}};
 constexpr LaneSplit kNarrow[] = {{0, 1, 16}};
 
-MissCopyPlan make_plan(const BufferGroup& group, bool fused) {
+MissCopyPlan make_plan(const BufferGroup& group, int64_t wave_lanes, bool fused) {
   const uint64_t bits = address_bits(group);
   MissCopyPlan plan;
   plan.package_bytes = copy_width(group.dst, group.src, bits);
@@ -19,11 +19,11 @@ MissCopyPlan make_plan(const BufferGroup& group, bool fused) {
   plan.remainder = group.dst.piece_bytes % plan.package_bytes;
   const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(group.dst, group.src, bits)};
   if (plan.package_bytes < 16) {
-    plan.split = choose_lane_split(unit, kNarrow, std::size(kNarrow));
+    plan.split = choose_lane_split(unit, kNarrow, std::size(kNarrow), wave_lanes);
   } else if (fused) {
-    plan.split = choose_lane_split(unit, kFused, std::size(kFused));
+    plan.split = choose_lane_split(unit, kFused, std::size(kFused), wave_lanes);
   } else {
-    plan.split = choose_lane_split(unit);
+    plan.split = choose_lane_split(unit, wave_lanes);
   }
   plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
   plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
@@ -32,8 +32,12 @@ MissCopyPlan make_plan(const BufferGroup& group, bool fused) {
 
 }  // namespace
 
-MissCopyPlan make_fused_copy_plan(const BufferGroup& group) { return make_plan(group, true); }
-MissCopyPlan make_planned_copy_plan(const BufferGroup& group) { return make_plan(group, false); }
+MissCopyPlan make_fused_copy_plan(const BufferGroup& group, int64_t wave_lanes) {
+  return make_plan(group, wave_lanes, true);
+}
+MissCopyPlan make_planned_copy_plan(const BufferGroup& group, int64_t wave_lanes) {
+  return make_plan(group, wave_lanes, false);
+}
 
 int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters, const SwapInPolicy& policy) {
   int64_t ctas = has_clusters ? policy.cluster_ctas : 1;
