@@ -143,7 +143,7 @@ std::string driver_info() {
   int devices = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
   if (driver > 0 && cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
-  cudaGetLastError();
+  (void)cudaGetLastError();
   std::ostringstream text;
   text << "\"driver\": " << driver << ", \"devices\": " << devices << ", \"entry_points\": {";
   const char* separator = "";
