@@ -83,6 +83,7 @@ constexpr RegisterPolicy register_policy(Platform platform) {
   policy.warps_per_block = 512 / of.wave_lanes;
   policy.bytes_per_warp_step = of.wave_lanes * 16 * 16;
   policy.max_units_per_item = of.wave_lanes;
+  policy.long_piece_bytes = policy.bytes_per_warp_step;
   policy.read_blocks = of.read_blocks;
   policy.write_blocks = of.write_blocks;
   return policy;
