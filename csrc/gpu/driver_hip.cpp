@@ -28,9 +28,8 @@ HostRange query_host_range(const void* address) {
   void* alias = nullptr;
   hipDeviceptr_t begin = nullptr;
   size_t size = 0;
-  const bool page_locked =
-      hipHostGetDevicePointer(&alias, const_cast<void*>(address), 0) == hipSuccess && alias != nullptr &&
-      hipMemGetAddressRange(&begin, &size, alias) == hipSuccess && size != 0;
+  const bool page_locked = hipHostGetDevicePointer(&alias, const_cast<void*>(address), 0) == hipSuccess &&
+                           alias != nullptr && hipMemGetAddressRange(&begin, &size, alias) == hipSuccess && size != 0;
   if (!page_locked) {
     (void)hipGetLastError();
     return range;

@@ -54,11 +54,11 @@ int hip_version() {
 
 // Functions of the runtime under their own names, for this extension only (csrc/gpu/exports.map keeps them inside), as
 // the compiler's registration of kernels needs them.
-#define KVIO_FORWARD(result, name, parameters, ...)                                              \
-  result name parameters {                                                                       \
-    using Function = result(*) parameters;                                                       \
-    static const auto loaded = reinterpret_cast<Function>(kvio::gpu::hip_symbol(#name));         \
-    return loaded != nullptr ? loaded(__VA_ARGS__) : kvio::gpu::missing<result>();               \
+#define KVIO_FORWARD(result, name, parameters, ...)                                      \
+  result name parameters {                                                               \
+    using Function = result(*) parameters;                                               \
+    static const auto loaded = reinterpret_cast<Function>(kvio::gpu::hip_symbol(#name)); \
+    return loaded != nullptr ? loaded(__VA_ARGS__) : kvio::gpu::missing<result>();       \
   }
 
 extern "C" {

@@ -272,9 +272,8 @@ void bind_plan(py::module_& m) {
   m.def("step_alignment", &step_alignment, py::arg("lanes"), py::arg("package_bytes"));
   m.def("max_skew", &max_skew, py::arg("unit"), py::arg("lanes"));
   m.def(
-      "choose_lane_split",
-      [](const UnitShape& unit, int64_t wave) { return tuple_of(choose_lane_split(unit, wave)); }, py::arg("unit"),
-      py::arg("wave") = 32, "(lanes a unit, units a lane, loads a unit)");
+      "choose_lane_split", [](const UnitShape& unit, int64_t wave) { return tuple_of(choose_lane_split(unit, wave)); },
+      py::arg("unit"), py::arg("wave") = 32, "(lanes a unit, units a lane, loads a unit)");
 
   py::enum_<Platform>(m, "Platform").value("cuda", Platform::kCuda).value("rocm", Platform::kRocm);
   py::class_<PlatformPolicy>(m, "PlatformPolicy")

@@ -1,5 +1,5 @@
-// csrc/gpu/host_memory.cpp on a platform whose device addresses of host memory are others than its host addresses, as on
-// ROCm and WSL2. Nothing is registered or read: addresses are only translated.
+// csrc/gpu/host_memory.cpp on a platform whose device addresses of host memory are others than its host addresses, as
+// on ROCm and WSL2. Nothing is registered or read: addresses are only translated.
 //
 //   host_aliases CASE      prints what is wrong; exit status 1 then
 #include <cstdio>

@@ -99,9 +99,7 @@ def copy_remainder(plan, dst, src) -> Iterator[Moves]:
     assert left == 0, "a remainder is shorter than a package"
 
 
-def launch(
-    plan, group, dst_indices, src_indices, warps_per_block=16, wave=32
-) -> Iterator[Moves]:
+def launch(plan, group, dst_indices, src_indices, warps_per_block=16, wave=32) -> Iterator[Moves]:
     to, source, inside = locate(plan, dst_indices, src_indices)
     num_warps = plan.num_blocks * warps_per_block
     for warp in range(num_warps):
