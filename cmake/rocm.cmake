@@ -6,7 +6,7 @@ set(KVIO_ROCM_ARCHS "" CACHE STRING "gfx targets; empty: gfx90a, gfx942, and gfx
 set(KVIO_HIP_COMPILER "" CACHE FILEPATH "hipcc or clang++; empty: looked for")
 set(KVIO_ROCM_PATH "$ENV{ROCM_PATH}" CACHE PATH "Where include/hip is; empty: beside the compiler, /opt/rocm, /usr")
 
-# Sets `out` to a command that compiles HIP for gfx942 or newer compilers' targets, or to nothing.
+# Sets `out` to the candidate if it is new enough, else to nothing.
 function(kvio_accept_hip_compiler candidate out)
   set(${out} "" PARENT_SCOPE)
   if(NOT candidate)
@@ -28,8 +28,14 @@ function(kvio_find_hip_compiler)
   if(KVIO_HIP_COMPILER)
     set(candidates "${KVIO_HIP_COMPILER}")
   else()
+    # An old hipcc of the distribution's must not hide ROCm's own.
     set(candidates "")
-    find_program(KVIO_HIPCC hipcc HINTS "${KVIO_ROCM_PATH}/bin" /opt/rocm/bin)
+    foreach(folder IN ITEMS "${KVIO_ROCM_PATH}" /opt/rocm)
+      if(folder AND EXISTS "${folder}/bin/hipcc")
+        list(APPEND candidates "${folder}/bin/hipcc")
+      endif()
+    endforeach()
+    find_program(KVIO_HIPCC hipcc)
     list(APPEND candidates "${KVIO_HIPCC}")
     foreach(version 22 21 20 19)
       find_program(KVIO_CLANG_${version} clang++-${version})
@@ -60,7 +66,7 @@ string(REGEX MATCH "clang version [0-9.]+" KVIO_HIP_VERSION "${KVIO_HIP_VERSION}
 get_filename_component(beside "${KVIO_HIP}" DIRECTORY)
 get_filename_component(beside "${beside}" DIRECTORY)
 find_path(KVIO_HIP_INCLUDE hip/hip_runtime_api.h
-          HINTS "${KVIO_ROCM_PATH}/include" "${beside}/include" /opt/rocm/include /usr/include)
+          HINTS "${KVIO_ROCM_PATH}/include" "${beside}/include" PATHS /opt/rocm/include /usr/include)
 if(NOT KVIO_HIP_INCLUDE)
   message(FATAL_ERROR "KVIO_BACKEND is 'rocm' but hip/hip_runtime_api.h was not found; it needs ROCm's headers "
                       "(Debian: libamdhip64-dev) or KVIO_ROCM_PATH")
