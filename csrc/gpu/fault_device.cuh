@@ -4,13 +4,6 @@
 #include "gpu/fault.h"
 #include "gpu/primitives.cuh"
 
-// A call would need scratch memory on AMD's GPUs.
-#ifdef KVIO_ROCM
-#define KVIO_COLD __forceinline__
-#else
-#define KVIO_COLD __noinline__
-#endif
-
 namespace kvio::gpu {
 
 // Records the first fault since the host last took one. Cheap to call from many threads: all but one lose the claim.

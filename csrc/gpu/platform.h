@@ -21,6 +21,7 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __grid_constant__
 #define __launch_bounds__(threads, ...) __attribute__((amdgpu_flat_work_group_size(threads, threads)))
+#define KVIO_COLD __forceinline__  // a call would need scratch memory
 
 #define cudaDeviceAttr hipDeviceAttribute_t
 #define cudaDevAttrComputeCapabilityMajor hipDeviceAttributeComputeCapabilityMajor
@@ -79,6 +80,11 @@
 #define cudaStream_t hipStream_t
 #define cudaSuccess hipSuccess
 #define cudaThreadExchangeStreamCaptureMode hipThreadExchangeStreamCaptureMode
+
+#else
+
+// Device code that is hardly ever reached.
+#define KVIO_COLD __noinline__
 
 #endif  // KVIO_ROCM
 

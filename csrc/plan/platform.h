@@ -16,7 +16,7 @@ struct PlatformPolicy {
 };
 
 // CUDA: measured on an H200, where 4 blocks fill the link for every layout, and 8 stay close together in host memory.
-// ROCm: the 16 blocks that serving engines give reads of one layer there; the rest as on CUDA. Nothing was measured.
+// ROCm: 16 blocks for what reads from the host, as serving engines give reads of one layer there; nothing was measured.
 constexpr PlatformPolicy kPlatformPolicies[] = {{32, 4, 4, 8}, {64, 16, 4, 16}};
 
 constexpr PlatformPolicy policy_of(Platform platform) { return kPlatformPolicies[static_cast<int>(platform)]; }
