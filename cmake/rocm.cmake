@@ -4,7 +4,7 @@
 
 set(KVIO_ROCM_ARCHS "" CACHE STRING "gfx targets; empty: gfx90a, gfx942, and gfx950 where the compiler knows it")
 set(KVIO_HIP_COMPILER "" CACHE FILEPATH "hipcc or clang++; empty: looked for")
-set(KVIO_ROCM_PATH "$ENV{ROCM_PATH}" CACHE PATH "Where include/hip is; empty: beside the compiler, /opt/rocm, /usr")
+set(KVIO_ROCM_PATH "$ENV{ROCM_PATH}")  # looked at first; then beside the compiler, /opt/rocm, /usr
 
 # Sets `out` to the candidate if it is new enough, else to nothing.
 function(kvio_accept_hip_compiler candidate out)
@@ -69,7 +69,7 @@ find_path(KVIO_HIP_INCLUDE hip/hip_runtime_api.h
           HINTS "${KVIO_ROCM_PATH}/include" "${beside}/include" PATHS /opt/rocm/include /usr/include)
 if(NOT KVIO_HIP_INCLUDE)
   message(FATAL_ERROR "KVIO_BACKEND is 'rocm' but hip/hip_runtime_api.h was not found; it needs ROCm's headers "
-                      "(Debian: libamdhip64-dev) or KVIO_ROCM_PATH")
+                      "(Debian: libamdhip64-dev) or ROCM_PATH")
 endif()
 
 set(KVIO_HIP_FLAGS -x hip -nogpulib -std=c++17 -O3 -fPIC -fvisibility=hidden -DKVIO_ROCM -D__HIP_PLATFORM_AMD__

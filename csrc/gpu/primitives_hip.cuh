@@ -6,10 +6,6 @@
 
 namespace kvio::gpu {
 
-#if defined(__HIP_DEVICE_COMPILE__) && defined(__AMDGCN_WAVEFRONT_SIZE__)
-static_assert(__AMDGCN_WAVEFRONT_SIZE__ == kWave, "the wave width of plan/platform.h is the target's");
-#endif
-
 // ---- what CUDA has built in -----------------------------------------------------------------------------------------
 
 struct ThreadIndex {
