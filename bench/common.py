@@ -184,6 +184,47 @@ class StreamClock:
         return start.elapsed_time(stop) / 1e3
 
 
+class QueuedClock:
+    """Device time as StreamClock's, of work that was all enqueued before the device began it.
+
+    The stream is kept busy for `head_start_s` first, so that short calls are not timed at the pace
+    of the thread that submits them. `host_bound` says that this was too short in some run.
+    """
+
+    _CYCLES_PER_SECOND = 2e9  # at least: a slower clock only makes the head start longer
+
+    def __init__(self, device: torch.device, head_start_s: float = 1.5e-3) -> None:
+        self.host_bound = False
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._cycles = int(head_start_s * self._CYCLES_PER_SECOND)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        start = torch.cuda.Event(enable_timing=True)
+        stop = torch.cuda.Event(enable_timing=True)
+        synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(self._cycles)
+            start.record()
+            work()
+            self.host_bound = self.host_bound or start.query()
+            stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+
+class PreparedClock:
+    """Another clock, with something to be done before each run, outside of the timing."""
+
+    def __init__(self, clock: Clock, prepare: Callable[[], object]) -> None:
+        self._clock = clock
+        self._prepare = prepare
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        self._prepare()
+        return self._clock.seconds(work)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for all work of a CUDA device; the CPU has nothing to wait for."""
     if device.type == "cuda":

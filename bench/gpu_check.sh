@@ -7,6 +7,7 @@
 #   tests demo targets full                 tests/gpu, the demo, bench/transfer.py --targets and in full
 #   crossover crossover-targets interference   bench/crossover.py in full and --targets, bench/interference.py
 #   write_back write_back-targets           bench/write_back.py in full and --targets
+#   swap_in swap_in-targets                 bench/swap_in.py in full and --targets
 #   memcheck racecheck synccheck            compute-sanitizer; memcheck over tests/gpu, the other two over the tma tests
 #
 # The checkers run in one process (12 side by side are three times slower in total than one: each call waits for the
@@ -62,6 +63,10 @@ for step in "${steps[@]}"; do
     write_back) run write_back 320 python3 bench/write_back.py --out "$out/write_back.json" ;;
     write_back-targets)
         run write_back-targets 60 python3 bench/write_back.py --targets --out "$out/write_back-targets.json"
+        ;;
+    swap_in) run swap_in 300 python3 bench/swap_in.py --out "$out/swap_in.json" ;;
+    swap_in-targets)
+        run swap_in-targets 60 python3 bench/swap_in.py --targets --out "$out/swap_in-targets.json"
         ;;
     memcheck)
         read -ra chosen <<<"${MEMCHECK_TESTS:-tests/gpu}"

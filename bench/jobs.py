@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -275,7 +275,7 @@ class Job:
 def mover(case: Case, staging: torch.Tensor | None = None) -> Callable[..., None]:
     """The function that moves rows: (dst, src, dst_indices, src_indices) -> None."""
     if case.backend == "torch_index":
-        return _torch_index
+        return torch_index
     if case.backend == "torch_fancy":
         return _torch_fancy
     if case.backend == TORCH_PAGES:
@@ -293,7 +293,7 @@ def mover(case: Case, staging: torch.Tensor | None = None) -> Callable[..., None
     return functools.partial(sgl_kvio.transfer, backend=case.backend, **options)
 
 
-def _torch_index(
+def torch_index(
     dst: list[torch.Tensor],
     src: list[torch.Tensor],
     dst_indices: torch.Tensor,
@@ -376,6 +376,18 @@ def _by_page(layers: list[torch.Tensor], page_size: int) -> torch.Tensor:
     sizes = (*paged.shape[:2], len(layers), *paged.shape[2:])
     strides = (*paged.stride()[:2], step, *paged.stride()[2:])
     return torch.as_strided(first, sizes, strides, first.storage_offset())
+
+
+class Configuration(Protocol):
+    """What a recorder has to know of what it lists: the memory it takes, and its fields."""
+
+    @property
+    def pool_bytes(self) -> int: ...
+
+    @property
+    def device_pool_bytes(self) -> int: ...
+
+    def as_record(self) -> dict[str, Any]: ...
 
 
 class Recorder:
@@ -500,7 +512,7 @@ class Recorder:
         self.call_costs.append({**what, **cost})
         return self.call_costs[-1]
 
-    def is_skipped(self, case: Case) -> bool:
+    def is_skipped(self, case: Configuration) -> bool:
         """Whether there is no room or no time for a configuration, which is then listed."""
         if case.pool_bytes > self.arena.nbytes:
             reason = "the pool is larger than --pool-gib"
@@ -517,7 +529,7 @@ class Recorder:
         """Whether no measurement may start any more."""
         return time.monotonic() > self._deadline
 
-    def refuse(self, case: Case, error: RuntimeError) -> None:
+    def refuse(self, case: Configuration, error: RuntimeError) -> None:
         """Notes an error of the op's front door; any other error ends the run."""
         reason = str(error).strip().splitlines()[0]
         if "kvio::" not in reason:

@@ -5,8 +5,8 @@
 transfer: GB/s against the ceiling, restore left, write-back right, by number of CTAs (on a CPU,
 which has none, by row size). crossover: GB/s by run length. interference: what each transfer costs
 the computation beside it, and what it moves then. write_back: GB/s by the bytes of a page and by
-pages a call, and what staging costs the computation beside it. Needs matplotlib
-(`pip install sgl_kvio[bench]`).
+pages a call, and what staging costs the computation beside it. swap_in: microseconds by batch, and
+the share of the link. Needs matplotlib (`pip install sgl_kvio[bench]`).
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def draw(result_path: Path, png_path: Path, backend: str | None = None) -> None:
         draw_interference(result, result_path.name).savefig(png_path)
     elif question == "write_back":
         draw_write_back(result, result_path.name).savefig(png_path)
+    elif question == "swap_in":
+        draw_swap_in(result, result_path.name).savefig(png_path)
     else:
         draw_transfer(result, result_path.name, backend).savefig(png_path)
 
@@ -187,6 +189,84 @@ def draw_write_back(result: Record, name: str) -> Figure:
             _draw_costs(axis, bars, names)
     _title(figure, result, "kvio::transfer_staged beside kvio::transfer, page-first host pools")
     return figure
+
+
+def draw_swap_in(result: Record, name: str) -> Figure:
+    """Microseconds by batch left, share of the link right; a row of panels for few and for many.
+
+    A line for each row size: solid for swap_in, dashed in a CUDA graph, dotted for copy_planned;
+    grey for torch, and for resolving alone.
+    """
+    smallest = min((record["hot_slots"] for record in result["records"]), default=0)
+    records = [
+        record
+        for record in result["records"]
+        if record["section"] in ("rows", "ways", "targets")
+        and (record["hot_slots"], record["pattern"]) == (smallest, "random")
+    ]
+    if not records:
+        raise ValueError(f"plot: {name} has no figures of sections rows or ways")
+    misses = sorted({record["misses"] for record in records})
+    figure = Figure(figsize=(12, 0.8 + 4.2 * len(misses)), dpi=150, layout="constrained")
+    axes = figure.subplots(len(misses), 2, squeeze=False)
+    rows = sorted({(tuple(record["row_bytes"]), record["row_words"]) for record in records})
+    colours = dict(zip((words for _, words in rows), (*ROW_COLOURS, "#56B4E9"), strict=False))
+    for (left, right), count in zip(axes, misses, strict=True):
+        mine = [record for record in records if record["misses"] == count]
+        batches = sorted({record["batch"] for record in mine})
+        for axis, field in ((left, "us_per_call"), (right, "ratio")):
+            _draw_swap_in_lines(axis, mine, field, colours)
+            axis.set_xscale("log")
+            axis.set_xticks(batches, [str(batch) for batch in batches])
+            axis.minorticks_off()
+            axis.set_xlabel("requests in the batch")
+            axis.set_title(f"{count} misses a request", fontsize=11)
+        left.set_ylabel("us of a call")
+        left.set_yscale("log")
+        left.grid(axis="y", alpha=0.25)
+        left.spines[["top", "right"]].set_visible(False)
+        right.set_ylabel("share of the link")
+        _finish_axis(right)
+    handles, _ = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    first = records[0]
+    what = f"kvio::swap_in, {first['top_k']} selected of {smallest} hot slots, random host rows"
+    _title(figure, result, what)
+    return figure
+
+
+# Way of a call: its line, and whether it has the colour of its row size.
+SWAP_IN_STYLES: dict[str, tuple[str, bool]] = {
+    "swap_in": ("-", True),
+    "graph": ("--", True),
+    "copy_planned": (":", True),
+    "torch": ("-", False),
+    "resolve": ("--", False),
+}
+
+
+def _draw_swap_in_lines(
+    axis: Axes, records: Sequence[Record], field: str, colours: dict[str, str]
+) -> None:
+    for way, (style, coloured) in SWAP_IN_STYLES.items():
+        for row, colour in colours.items():
+            by_batch = {
+                record["batch"]: record[field]
+                for record in records
+                if (record["way"], record["row_words"]) == (way, row) and record[field]
+            }
+            if not by_batch:
+                continue
+            batches = sorted(by_batch)
+            axis.plot(
+                batches,
+                [by_batch[batch] for batch in batches],
+                color=colour if coloured else TORCH_COLOUR,
+                linestyle=style,
+                marker="o",
+                markersize=3,
+                label=f"{way}, {row}",
+            )
 
 
 def _of_section(result: Record, section: str) -> list[Record]:

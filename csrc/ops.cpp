@@ -11,6 +11,7 @@
 #include "cpu/transfer.h"
 #include "error.h"
 #include "plan/backend.h"
+#include "plan/copy_round.h"
 #include "plan/rates.h"
 #include "plan/runs.h"
 #include "plan/staged_plan.h"
@@ -335,6 +336,14 @@ std::vector<double> get_rates() {
   return std::vector<double>(first, first + kNumRates);
 }
 
+std::vector<int64_t> round_of_row(int64_t row_bytes, int64_t lanes) {
+  constexpr const char* op = "copy_round";
+  if (row_bytes < 1) fail(op, "row_bytes is ", row_bytes, "; it needs at least 1");
+  if (lanes < 1) fail(op, "lanes is ", lanes, "; it needs at least 1");
+  const CopyRound round = copy_round(row_bytes, lanes);
+  return {round.bytes, round.package_bytes};
+}
+
 std::string build_info() {
   return std::string("{\"version\": \"" KVIO_VERSION "\", \"backend\": \"" KVIO_BACKEND_NAME
                      "\", \"archs\": \"" KVIO_ARCHS "\", \"toolkit\": \"" KVIO_TOOLKIT "\", ") +
@@ -375,6 +384,7 @@ STABLE_TORCH_LIBRARY(kvio, m) {
       "str prefer=\"throughput\") -> str");
   m.def("set_rates(float[] rates) -> ()");
   m.def("get_rates() -> float[]");
+  m.def("copy_round(int row_bytes, int lanes) -> int[]");
   m.def("build_info() -> str");
 }
 
@@ -412,5 +422,6 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CompositeExplicitAutograd, m) {
   m.impl("take_fault", TORCH_BOX(&kvio::take_fault));
   m.impl("set_rates", TORCH_BOX(&kvio::push_rates));
   m.impl("get_rates", TORCH_BOX(&kvio::get_rates));
+  m.impl("copy_round", TORCH_BOX(&kvio::round_of_row));
   m.impl("build_info", TORCH_BOX(&kvio::build_info));
 }

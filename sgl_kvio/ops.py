@@ -555,6 +555,24 @@ def get_rates() -> list[float]:
     return list(_kvio.get_rates())
 
 
+def copy_round(row_bytes: int, lanes: int) -> tuple[int, int] | None:
+    """In what rounds ``lanes`` GPU lanes that share a row move it: bytes of all, bytes of one.
+
+    The widest round of 128, 64, 32 or 16 bytes that divides the row and splits over the lanes into
+    packages of 4, 8 or 16 bytes. ``None`` where there is none: such rows are moved all the same, in
+    words and bytes. For kernel authors and tests; asks the rule that the library compiles in.
+
+    Raises:
+        RuntimeError: ``row_bytes`` or ``lanes`` below 1.
+
+    Example::
+
+        sgl_kvio.copy_round(576, lanes=4)  # (64, 16): 576 bytes are 4.5 times 128
+    """
+    round_bytes, package_bytes = _kvio.copy_round(row_bytes, lanes)
+    return (round_bytes, package_bytes) if round_bytes else None
+
+
 @functools.cache
 def _build_info() -> dict[str, Any]:
     # Once: torch leaks the text of every op that returns one.
@@ -740,6 +758,12 @@ def _fake_get_rates() -> list[float]:
     )
 
 
+def _fake_copy_round(row_bytes: int, lanes: int) -> list[int]:
+    raise RuntimeError(
+        "kvio::copy_round: answers the caller, not a kernel; call it outside the graph"
+    )
+
+
 def _fake_build_info() -> str:
     return "{}"
 
@@ -758,6 +782,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "explain": _fake_explain,
     "set_rates": _fake_set_rates,
     "get_rates": _fake_get_rates,
+    "copy_round": _fake_copy_round,
     "build_info": _fake_build_info,
 }
 for _name, _fake in _FAKES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -319,10 +320,142 @@ def test_write_back_measures_the_sections_that_it_is_told_to(tmp_path: Path) -> 
     assert result["call_costs"] == result["beside"] == []
 
 
+# --------------------------------------------------------------------------------------- swap_in
+
+
+@pytest.fixture(scope="module")
+def swap_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_bench("swap_in", tmp_path_factory.mktemp("swap_in"))
+
+
+def test_swap_in_measures_every_row_size_batch_and_count_of_misses(
+    swap_in: dict[str, Any],
+) -> None:
+    assert swap_in["mismatches"] == swap_in["refused"] == swap_in["skipped"] == []
+    rows = records_of(swap_in, "rows")
+    axes = [
+        {record[name] for record in rows} for name in ("row_words", "hot_slots", "batch", "misses")
+    ]
+    assert "576 + 8 B" in axes[0]
+    assert all(len(values) >= 2 for values in axes)
+    assert len(rows) == math.prod(map(len, axes))
+
+
+def test_swap_in_counts_every_missing_byte_once(swap_in: dict[str, Any]) -> None:
+    for record in swap_in["records"]:
+        assert 0 < record["us_min"] <= record["us_per_call"] <= record["us_max"] < math.inf
+        row = 0 if record["way"] == "resolve" else sum(record["row_bytes"])
+        payload = record["batch"] * record["misses"] * row
+        assert record["payload_bytes"] == payload
+        rate = payload / (record["us_per_call"] * 1e3)
+        assert record["gbps_median"] == pytest.approx(rate, rel=1e-3)
+        ceiling = swap_in["ceilings"]["H2D"]["gbps_median"]
+        assert record["ratio"] == pytest.approx(record["gbps_median"] / ceiling, rel=1e-4)
+        assert record["latency_us"] > 0
+        assert not record["host_bound"]
+
+
+def test_swap_in_stands_beside_its_parts_and_torch(swap_in: dict[str, Any]) -> None:
+    ways = {"swap_in", "record", "resolve", "copy_planned", "torch"}
+    cells: dict[Any, set[str]] = {}
+    for record in records_of(swap_in, "ways"):
+        key = (record["row_words"], record["batch"], record["misses"])
+        cells.setdefault(key, set()).add(record["way"])
+    assert len(cells) >= 4
+    assert all(seen == ways for seen in cells.values())
+    costs = {(cost["way"], cost["row_words"]) for cost in swap_in["call_costs"]}
+    assert costs == {
+        (way, rows)
+        for way in ("swap_in", "record", "copy_planned")
+        for rows in ("512 B", "576 + 8 B")
+    }
+
+
+def test_swap_in_reads_rows_from_every_place_of_pools_of_both_sizes(
+    swap_in: dict[str, Any],
+) -> None:
+    hosts = records_of(swap_in, "hosts")
+    places = {(record["pattern"], record["layout"]) for record in hosts}
+    patterns = ("sequential", "region", "random")
+    assert places == set(itertools.product(patterns, ("flat", "page_first")))
+    assert len({record["span_bytes"] for record in hosts}) == 2
+    for record in hosts:
+        assert (record["pool_layers"] > 1) == (record["layout"] == "page_first")
+
+
+def test_swap_in_measures_the_sections_that_it_is_told_to(tmp_path: Path) -> None:
+    result = run_bench("swap_in", tmp_path, "--sections", "cpu")
+    assert result["sections"] == ["cpu"]
+    assert result["call_costs"]
+    assert result["records"] == []
+
+
+def run_swap_in_program(program: str) -> subprocess.CompletedProcess[str]:
+    """Runs lines of Python that may import the modules of bench/."""
+    return run_python("-c", f"import sys\nsys.path.insert(0, {str(BENCH)!r})\n{program}")
+
+
+def test_swap_in_sets_every_promised_figure_beside_its_floor() -> None:
+    done = run_swap_in_program("""
+import json
+import torch
+import swap_in as bench
+from common import MIB, Arena, measure_ceilings
+from jobs import Recorder
+cpu = torch.device("cpu")
+arena = Arena(cpu, 8 * MIB)
+ceilings = measure_ceilings(cpu, MIB)
+run = Recorder(arena, ceilings=ceilings, bytes_per_repeat=MIB, budget_s=60, seed=1)
+small = [bench.Figure(512, 1, 2, 1e9, None), bench.Figure(512, 2, 26, 1e-9, 5.0)]
+small.append(bench.Figure(512, 2, 2, None, None, "copy_planned"))
+figures = bench.measure_figures(bench.Bench(run, bench.cpu_sizes(arena, True)), small)
+bench.print_figures(figures)
+promised = [figure for figure in bench.FIGURES if figure.target_us]
+rows = [(f.row, f.batch, f.misses, f.way, f.target_us) for f in promised]
+print(json.dumps([figures, bench.verdicts_of(figures), rows]))
+""")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures, verdicts, promised = json.loads(done.stdout.splitlines()[-1])
+    assert [item["verdict"] for item in verdicts] == ["PASS", "MISS"]
+    for figure in figures:
+        parts = (figure["launch_us"], figure["host_read_us"], figure["link_us"])
+        assert all(part > 0 for part in parts)
+        assert figure["floor_us"] == pytest.approx(sum(parts))
+        assert figure["us"] > 0
+        assert figure["beside_us"]["sequential"] > 0
+    assert len(promised) == 13
+    assert [512, 100, 410, "swap_in", 425] in promised
+    assert [512, 100, 2, "copy_planned", 9] in promised
+
+
+def test_swap_in_fails_when_rows_stay_away_or_a_call_misses_too_few(tmp_path: Path) -> None:
+    wrong_bytes = "swap_in = lambda *a, skip_io=False, **o: whole(*a, skip_io=True, **o)"
+    wrong_count = """
+def swap_in(top_k, *rest, **options):
+    whole(top_k.clone().fill_(top_k[0, 0]), *rest, **options)"""
+    for name, patch in (("bytes", wrong_bytes), ("count", wrong_count)):
+        out = tmp_path / f"{name}.json"
+        arguments = [*TINY, "--sections", "ways", "--out", str(out)]
+        done = run_swap_in_program(f"""
+import sgl_kvio
+whole = sgl_kvio.swap_in
+{patch}
+sgl_kvio.swap_in = swap_in
+import swap_in
+sys.exit(swap_in.main({arguments!r}))
+""")
+        assert done.returncode == 1, done.stdout + done.stderr
+        result = json.loads(out.read_text())
+        # What does not copy cannot be told from one that does in what only resolves.
+        right = {"bytes": {"resolve", "copy_planned", "torch"}, "count": set()}[name]
+        assert {record["way"] for record in result["records"]} == right
+        assert result["mismatches"]
+
+
 # ------------------------------------------------------------------------------- all of them
 
 
-@pytest.mark.parametrize("name", ["crossover", "interference", "write_back"])
+@pytest.mark.parametrize("name", ["crossover", "interference", "write_back", "swap_in"])
 def test_every_result_is_drawn_and_names_none_of_its_folders(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -369,6 +502,8 @@ sys.exit({name}.main({[*TINY, "--out", str(out)]!r}))
         ("crossover", ["--targets"], "needs a GPU"),
         ("write_back", ["--sections", "shapes,magic"], "magic"),
         ("write_back", ["--targets"], "needs a GPU"),
+        ("swap_in", ["--sections", "rows,magic"], "magic"),
+        ("swap_in", ["--targets"], "needs a GPU"),
         ("interference", ["--rounds", "2"], "--rounds"),
     ],
 )

@@ -39,6 +39,7 @@ SCHEMAS = {
     f"{TRANSFER_OPTIONS}) -> str",
     "set_rates": "(float[] rates) -> ()",
     "get_rates": "() -> float[]",
+    "copy_round": "(int row_bytes, int lanes) -> int[]",
     "build_info": "() -> str",
 }
 MUTATED = {
@@ -218,6 +219,8 @@ def test_what_only_the_run_knows_is_never_baked_into_a_graph():
             torch.ops.kvio.set_rates([])
         with pytest.raises(RuntimeError, match=r"kvio::get_rates: .*outside"):
             torch.ops.kvio.get_rates()
+        with pytest.raises(RuntimeError, match=r"kvio::copy_round: .*outside"):
+            torch.ops.kvio.copy_round(576, 4)
 
 
 def test_opcheck_passes_on_queries():
@@ -225,6 +228,7 @@ def test_opcheck_passes_on_queries():
     torch.library.opcheck(torch.ops.kvio.take_fault.default, (), test_utils=checks)
     torch.library.opcheck(torch.ops.kvio.get_rates.default, (), test_utils=checks)
     torch.library.opcheck(torch.ops.kvio.set_rates.default, ([],), test_utils=checks)
+    torch.library.opcheck(torch.ops.kvio.copy_round.default, (576, 4), test_utils=checks)
     # opcheck's comparison of compiled and eager results knows no strings.
     checks.append("test_faketensor")
     torch.library.opcheck(torch.ops.kvio.build_info.default, (), test_utils=checks)

@@ -17,6 +17,7 @@
 
 #include "plan/backend.h"
 #include "plan/copy_plan.h"
+#include "plan/copy_round.h"
 #include "plan/copy_width.h"
 #include "plan/order.h"
 #include "plan/rates.h"
@@ -249,6 +250,14 @@ void bind_plan(py::module_& m) {
   m.def("address_bits", &address_bits, py::arg("group"));
   m.def("address_alignment", &address_alignment, py::arg("dst"), py::arg("src"), py::arg("address_bits"));
   m.def("copy_width", &copy_width, py::arg("dst"), py::arg("src"), py::arg("address_bits"));
+  m.def(
+      "copy_round",
+      [](int64_t row_bytes, int64_t lanes) {
+        const CopyRound round = copy_round(row_bytes, lanes);
+        return std::make_pair(round.bytes, round.package_bytes);
+      },
+      py::arg("row_bytes"), py::arg("lanes"), "(bytes of all lanes, bytes of one), zeros where no round serves");
+  m.def("lanes_per_row", &lanes_per_row, py::arg("row_bytes"), py::arg("wave_lanes"));
 
   m.def(
       "runs",
