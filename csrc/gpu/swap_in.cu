@@ -17,7 +17,7 @@
 #include <algorithm>
 
 #include "gpu/addressing.cuh"
-#include "gpu/copy_units.cuh"
+#include "gpu/copy_rows.cuh"
 #include "gpu/fault.h"
 #include "gpu/fault_device.cuh"
 #include "gpu/swap_in_kernels.h"
@@ -79,8 +79,7 @@ __device__ __forceinline__ void copy_misses(const Rooms& rooms, uint32_t buffer,
     }
   }
   sync_wave();
-  copy_units<kWidth, kUnits, kLoads>(rooms.cut, units, lane);
-  copy_rest<kWidth>(rooms.cut, units);
+  copy_rows<kWidth, kUnits, kLoads>(rooms.cut, units, lane);
 }
 
 // Units of an item: as many as a warp takes at once, but fewer where there would not be an item for every warp.
@@ -357,13 +356,19 @@ Rooms make_rooms(const BufferGroup& group, size_t first, const MissCopyPlan& pla
 }
 
 using ResolveKernel = void (*)(ResolveLaunch);
+using PlannedKernel = void (*)(PlannedLaunch);
+
+#ifdef KVIO_ROCM
+static_assert(kPolicy.wave_copy, "kernels have one shape: the wave copy takes any row");
+ResolveKernel resolve_kernel_of(const LaneSplit&) { return swap_in_kernel<1, 1>; }
+PlannedKernel planned_kernel_of(const MissCopyPlan&) { return copy_planned_kernel<16, 1, 1>; }
+#else
 ResolveKernel resolve_kernel_of(const LaneSplit& split) {
   if (split.units_per_lane == 4) return swap_in_kernel<4, 1>;
   if (split.units_per_lane == 2) return swap_in_kernel<2, 2>;
   return swap_in_kernel<1, 4>;
 }
 
-using PlannedKernel = void (*)(PlannedLaunch);
 PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
   switch (plan.package_bytes) {
     case 8:
@@ -383,6 +388,7 @@ PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
   if (plan.split.units_per_lane == 2) return copy_planned_kernel<16, 2, 8>;
   return copy_planned_kernel<16, 1, 16>;
 }
+#endif
 
 ResolveParams resolve_params(const SwapInRequest& r) {
   ResolveParams p{};

@@ -24,8 +24,10 @@ struct SwapInPolicy {
 };
 
 // Kernels for whole packages of 16 bytes exist in these shapes; narrower packages are moved by one lane a package run.
-MissCopyPlan make_fused_copy_plan(const BufferGroup& group, int64_t wave_lanes);
-MissCopyPlan make_planned_copy_plan(const BufferGroup& group, int64_t wave_lanes);
+// The wave copy has one shape and finds the packages of a row itself: a plan for it has 16-byte ones whatever the
+// alignment, and lanes by plan/copy_round.h.
+MissCopyPlan make_fused_copy_plan(const BufferGroup& group, const PlatformPolicy& policy);
+MissCopyPlan make_planned_copy_plan(const BufferGroup& group, const PlatformPolicy& policy);
 
 // CTAs of one request: a power of two, 1 where clusters do not exist (before sm_90) or the batch is large.
 int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters,

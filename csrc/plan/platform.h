@@ -13,11 +13,12 @@ struct PlatformPolicy {
   int64_t read_blocks;     // of the register kernel, from the host
   int64_t write_blocks;    // of the register kernel, to the host
   int64_t planned_blocks;  // of copy_planned, over all requests
+  bool wave_copy;          // the row copy of swap-in: gpu/wave_copy.h, or gpu/copy_units.cuh
 };
 
 // CUDA: measured on an H200, where 4 blocks fill the link for every layout, and 8 stay close together in host memory.
 // ROCm: 16 blocks for what reads from the host, as serving engines give reads of one layer there; nothing was measured.
-constexpr PlatformPolicy kPlatformPolicies[] = {{32, 4, 4, 8}, {64, 16, 4, 16}};
+constexpr PlatformPolicy kPlatformPolicies[] = {{32, 4, 4, 8, false}, {64, 16, 4, 16, true}};
 
 constexpr PlatformPolicy policy_of(Platform platform) { return kPlatformPolicies[static_cast<int>(platform)]; }
 

@@ -19,6 +19,7 @@
 #include "plan/copy_plan.h"
 #include "plan/copy_round.h"
 #include "plan/copy_width.h"
+#include "plan/miss_copy_plan.h"
 #include "plan/order.h"
 #include "plan/rates.h"
 #include "plan/register_plan.h"
@@ -289,8 +290,16 @@ void bind_plan(py::module_& m) {
       .def_readonly("wave_lanes", &PlatformPolicy::wave_lanes)
       .def_readonly("read_blocks", &PlatformPolicy::read_blocks)
       .def_readonly("write_blocks", &PlatformPolicy::write_blocks)
-      .def_readonly("planned_blocks", &PlatformPolicy::planned_blocks);
+      .def_readonly("planned_blocks", &PlatformPolicy::planned_blocks)
+      .def_readonly("wave_copy", &PlatformPolicy::wave_copy);
   m.def("policy_of", &policy_of, py::arg("platform"));
+  py::class_<MissCopyPlan>(m, "MissCopyPlan")
+      .def_readonly("package_bytes", &MissCopyPlan::package_bytes)
+      .def_readonly("packages", &MissCopyPlan::packages)
+      .def_readonly("remainder", &MissCopyPlan::remainder)
+      .def_property_readonly("split", [](const MissCopyPlan& plan) { return tuple_of(plan.split); });
+  m.def("make_fused_copy_plan", &make_fused_copy_plan, py::arg("group"), py::arg("policy"));
+  m.def("make_planned_copy_plan", &make_planned_copy_plan, py::arg("group"), py::arg("policy"));
   m.def("register_policy", &register_policy, py::arg("platform"));
 
   py::class_<RegisterPolicy>(m, "RegisterPolicy")

@@ -384,6 +384,7 @@ def test_platforms_differ_in_one_table(kvio):
     table = {p: kvio.policy_of(getattr(kvio.Platform, p)) for p in PLATFORMS}
     assert [(p.wave_lanes, p.read_blocks) for p in table.values()] == [(32, 4), (64, 16)]
     assert [(p.write_blocks, p.planned_blocks) for p in table.values()] == [(4, 8), (4, 16)]
+    assert [p.wave_copy for p in table.values()] == [False, True]
     for name, row in table.items():
         policy = policy_of(kvio, name)
         assert policy.wave_lanes * policy.warps_per_block == 512, "threads of a block"
