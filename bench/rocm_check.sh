@@ -55,7 +55,7 @@ for step in "${steps[@]}"; do
     compiled)
         run compiled 40 python3 -m pytest tests/test_rocm_build.py tests/native -q -rs -p no:cacheprovider
         ;;
-    doctor) run doctor 80 python3 -m sgl_kvio doctor ;;
+    doctor) run doctor 30 python3 -m sgl_kvio doctor ;;
     calibrate)
         require_gpu
         run calibrate 30 python3 -m sgl_kvio calibrate --out "$out/rates.json"

@@ -35,7 +35,8 @@ void translate_pools(const char* op, SwapInPools* pools) {
   });
 }
 
-// Rows of one geometry in 16-byte packages (any rows, by the wave copy), few buffers, few requests: those who resolve can copy as well.
+// Rows of one geometry in 16-byte packages (any rows, by the wave copy), few buffers, few requests: those who resolve
+// can copy as well.
 std::optional<FusedCopy> fused_copy_of(const SwapInRequest& request, int device) {
   if (!request.pools.moves_bytes() || request.batch > SwapInPolicy().fused_batch) return std::nullopt;
   if (request.pools.num_blocks > 0) return std::nullopt;
