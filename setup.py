@@ -1,9 +1,11 @@
 """Builds sgl_kvio/_C.abi3.so with CMake and ninja.
 
 Environment:
-    KVIO_BACKEND     auto (default: cuda when nvcc is found, else cpu), cpu, cuda
-    KVIO_CUDA_ARCHS  compute capabilities, for example "80;90" (default: the list in CMakeLists.txt)
-    MAX_JOBS         parallel compile jobs
+    KVIO_BACKEND       auto (default: cuda when nvcc is found, else cpu), cpu, cuda, rocm
+    KVIO_CUDA_ARCHS    compute capabilities, such as "80;90" (default: the list in CMakeLists.txt)
+    KVIO_ROCM_ARCHS    gfx targets, such as "gfx942" (default: the list in cmake/rocm.cmake)
+    KVIO_HIP_COMPILER  hipcc or clang++ for rocm (default: looked for)
+    MAX_JOBS           parallel compile jobs
 """
 
 import os
@@ -70,9 +72,10 @@ class CMakeBuild(build_ext):
             f"-DKVIO_PYTHON_INCLUDE={sysconfig.get_path('include')}",
             f"-DKVIO_OUTPUT_DIR={output}",
         ]
-        # Unset means the list in CMakeLists.txt, not that of an earlier build in this tree.
-        archs = os.environ.get("KVIO_CUDA_ARCHS")
-        configure.append(f"-DKVIO_CUDA_ARCHS={archs}" if archs else "-UKVIO_CUDA_ARCHS")
+        # Unset means what the build files say, not that of an earlier build in this tree.
+        for name in ("KVIO_CUDA_ARCHS", "KVIO_ROCM_ARCHS", "KVIO_HIP_COMPILER"):
+            value = os.environ.get(name)
+            configure.append(f"-D{name}={value}" if value else f"-U{name}")
         subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
         subprocess.run([tool("cmake"), "--build", str(build), "-j", jobs], check=True)

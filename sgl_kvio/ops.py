@@ -584,10 +584,10 @@ def capabilities() -> dict[str, Any]:
     """What this build and machine offer.
 
     Keys: ``version``, ``backend`` (``"cpu"``, ``"cuda"``, ``"rocm"``), ``archs`` (list of compute
-    capabilities with machine code in the binary), ``toolkit``, ``driver`` (CUDA driver version such
-    as 13000, 0 for none), ``devices`` (their number), ``entry_points`` (driver calls found),
-    ``rates`` (the table by which ``backend="auto"`` chooses: ``"built-in"``, or the file it came
-    from), ``torch``, ``python``. Initializes no device.
+    capabilities, or gfx targets, with machine code in the binary), ``toolkit``, ``driver`` (CUDA
+    driver version such as 13000, or HIP's, 0 for none), ``devices`` (their number),
+    ``entry_points`` (driver calls found), ``rates`` (the table by which ``backend="auto"`` chooses:
+    ``"built-in"``, or the file it came from), ``torch``, ``python``. Initializes no device.
     """
     info = dict(_build_info())
     info["rates"] = _rates_source

@@ -1,5 +1,5 @@
 // How a warp moves units whose addresses its lanes hold: as one stretch of memory, or by groups of lanes, a unit a
-// group, cut as plan/register_plan.h says. All 32 lanes call every function here.
+// group, cut as plan/register_plan.h says. All lanes of it call every function here.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ __device__ __forceinline__ bool is_stretch(const Units& units, uint32_t unit_byt
   const char* src_before = shuffle_pointer(units.src, before);
   const char* dst_before = shuffle_pointer(units.dst, before);
   const bool follows = lane == 0 || (units.src == src_before + unit_bytes && units.dst == dst_before + unit_bytes);
-  return __all_sync(0xffffffffu, lane >= units.count || (units.dst != nullptr && follows));
+  return all_lanes(lane >= units.count || (units.dst != nullptr && follows));
 }
 
 template <int kWidth, int kStretchLoads>
@@ -42,24 +42,24 @@ __device__ __forceinline__ void copy_stretch(const Units& units, uint32_t packag
   const uint32_t total = units.count * packages;
   const char* src = shuffle_pointer(units.src, 0) + lane * kWidth;
   char* dst = shuffle_pointer(units.dst, 0) + lane * kWidth;
-  constexpr uint32_t kRound = 32 * kStretchLoads;
+  constexpr uint32_t kRound = kWave * kStretchLoads;
   uint32_t done = 0;
   for (; done + kRound <= total; done += kRound) {
     Package held[kStretchLoads];
 #pragma unroll
-    for (int j = 0; j < kStretchLoads; ++j) held[j] = load_once<Package>(src + uint64_t{done + j * 32} * kWidth);
+    for (int j = 0; j < kStretchLoads; ++j) held[j] = load_once<Package>(src + uint64_t{done + j * kWave} * kWidth);
 #pragma unroll
-    for (int j = 0; j < kStretchLoads; ++j) store_once(dst + uint64_t{done + j * 32} * kWidth, held[j]);
+    for (int j = 0; j < kStretchLoads; ++j) store_once(dst + uint64_t{done + j * kWave} * kWidth, held[j]);
   }
   if (done == total) return;
   Package held[kStretchLoads] = {};
 #pragma unroll
   for (int j = 0; j < kStretchLoads; ++j) {
-    load_once_if(done + j * 32 + lane < total, held[j], src + uint64_t{done + j * 32} * kWidth);
+    load_once_if(done + j * kWave + lane < total, held[j], src + uint64_t{done + j * kWave} * kWidth);
   }
 #pragma unroll
   for (int j = 0; j < kStretchLoads; ++j) {
-    store_once_if(done + j * 32 + lane < total, dst + uint64_t{done + j * 32} * kWidth, held[j]);
+    store_once_if(done + j * kWave + lane < total, dst + uint64_t{done + j * kWave} * kWidth, held[j]);
   }
 }
 
@@ -70,7 +70,7 @@ template <int kWidth, int kUnits, int kLoads>
 __device__ __forceinline__ void copy_units(const UnitCut& p, const Units& units, uint32_t lane) {
   using Package = typename PackageOf<kWidth>::type;
   const uint32_t lanes = p.lanes_per_unit;
-  const uint32_t groups = 32 / lanes;
+  const uint32_t groups = kWave / lanes;
   const uint32_t group = lane / lanes;
   const uint32_t column = lane % lanes;
   for (uint32_t first = 0; first < units.count; first += groups * kUnits) {
@@ -79,8 +79,8 @@ __device__ __forceinline__ void copy_units(const UnitCut& p, const Units& units,
 #pragma unroll
     for (int k = 0; k < kUnits; ++k) {
       const uint32_t unit = first + k * groups + group;
-      from[k] = shuffle_pointer(units.src, unit & 31);
-      const char* to = shuffle_pointer(units.dst, unit & 31);
+      from[k] = shuffle_pointer(units.src, unit % kWave);
+      const char* to = shuffle_pointer(units.dst, unit % kWave);
       const uint32_t low = static_cast<uint32_t>(reinterpret_cast<uint64_t>(p.skew_by_dst ? to : from[k]));
       start[k] = column - (low & p.skew_mask) / kWidth;
       // No unit, or none to be written: no package of it is inside.
@@ -99,7 +99,7 @@ __device__ __forceinline__ void copy_units(const UnitCut& p, const Units& units,
 #pragma unroll
       for (int k = 0; k < kUnits; ++k) {
         // Fetched again rather than kept: the registers are needed by what is in flight.
-        char* to = shuffle_pointer(units.dst, (first + k * groups + group) & 31);
+        char* to = shuffle_pointer(units.dst, (first + k * groups + group) % kWave);
 #pragma unroll
         for (int j = 0; j < kLoads; ++j) {
           const uint32_t at = start[k] + step + j * lanes;

@@ -44,7 +44,8 @@ int shared_memory_limit(const char* op, int device) {
 GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
   static DeviceAttribute major(cudaDevAttrComputeCapabilityMajor);
   GpuFacts gpu;
-  gpu.compute_major = major.of(op, device);
+  gpu.platform = kPlatform;
+  if (kPlatform == Platform::kCuda) gpu.compute_major = major.of(op, device);
   gpu.capturing = capturing;
   gpu.legacy_stream = is_legacy_stream(stream);
   gpu.has_batch_call = has_batch_copy();

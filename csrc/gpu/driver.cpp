@@ -14,7 +14,7 @@ void* entry_point(const char* symbol, unsigned int version) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
   const cudaError_t error = cudaGetDriverEntryPointByVersion(symbol, &function, version, cudaEnableDefault, &found);
-  if (error != cudaSuccess) cudaGetLastError();
+  if (error != cudaSuccess) (void)cudaGetLastError();
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
 }
 
@@ -48,7 +48,7 @@ const BatchCopyCalls& batch_copy_calls() {
 bool bind_context() {
   int device = 0;
   const bool bound = cudaGetDevice(&device) == cudaSuccess && cudaSetDevice(device) == cudaSuccess;
-  if (!bound) cudaGetLastError();
+  if (!bound) (void)cudaGetLastError();
   return bound;
 }
 

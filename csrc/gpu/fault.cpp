@@ -34,7 +34,7 @@ FaultRecord* fault_record(const char* op, int device) {
   static_cast<FaultRecord*>(host)->claimed = claimed;
   void* alias = nullptr;
   const Error mapped = cudaHostGetDevicePointer(&alias, host, 0);
-  if (mapped != cudaSuccess) cudaFreeHost(host);
+  if (mapped != cudaSuccess) (void)cudaFreeHost(host);
   check(op, "mapping the fault record", mapped);
   record.host = static_cast<FaultRecord*>(host);
   record.device = static_cast<FaultRecord*>(alias);

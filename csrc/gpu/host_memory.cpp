@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "error.h"
+#include "gpu/device_guard.h"
 #include "gpu/driver.h"
 #include "gpu/platform.h"
 
@@ -39,7 +40,7 @@ Error unregister_chunks(const std::vector<uintptr_t>& chunks) {
   Error first = cudaSuccess;
   for (auto it = chunks.rbegin(); it != chunks.rend(); ++it) {
     const Error error = cudaHostUnregister(reinterpret_cast<void*>(*it));
-    if (error != cudaSuccess) cudaGetLastError();
+    if (error != cudaSuccess) (void)cudaGetLastError();
     if (first == cudaSuccess) first = error;
   }
   return first;
@@ -53,7 +54,7 @@ Error wait_for_gpus(const char* op) {
     if (!has_context(device)) continue;
     const DeviceGuard guard(op, device);
     const Error error = cudaDeviceSynchronize();
-    if (error != cudaSuccess) cudaGetLastError();
+    if (error != cudaSuccess) (void)cudaGetLastError();
     if (first == cudaSuccess) first = error;
   }
   return first;
@@ -98,14 +99,14 @@ void host_register(char* data, int64_t nbytes, int64_t chunk_bytes, int device_i
       made.chunks.push_back(at);
       error = cudaHostGetDevicePointer(&alias, host, 0);
     }
-    if (error != cudaSuccess) cudaGetLastError();
+    if (error != cudaSuccess) (void)cudaGetLastError();
     const int64_t this_delta = static_cast<int64_t>(reinterpret_cast<uintptr_t>(alias) - at);
     if (error == cudaSuccess && at != begin && this_delta != delta) {
-      unregister_chunks(made.chunks);
+      (void)unregister_chunks(made.chunks);
       fail(op, "the device aliases of the chunks of tensor do not follow each other; it needs chunk_bytes=0 here");
     }
     if (error != cudaSuccess) {
-      unregister_chunks(made.chunks);
+      (void)unregister_chunks(made.chunks);
       if (error == cudaErrorHostMemoryAlreadyRegistered) {
         fail(op, "tensor lies in memory that is page-locked already, outside this library; it needs pageable memory");
       }

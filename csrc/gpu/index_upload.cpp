@@ -68,7 +68,7 @@ std::unique_ptr<Block> take_block(const char* op, int device, size_t nbytes) {
       if (block.device != device || block.capacity < nbytes) continue;
       if (best != idle.end() && block.capacity >= (*best)->capacity) continue;
       if (cudaEventQuery(block.copied) != cudaSuccess) {
-        cudaGetLastError();  // cudaErrorNotReady must not be left for a later check
+        (void)cudaGetLastError();  // cudaErrorNotReady must not be left for a later check
         continue;
       }
       best = it;

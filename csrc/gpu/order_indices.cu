@@ -5,9 +5,7 @@
 #include <algorithm>
 
 #include "gpu/addressing.cuh"
-#include "gpu/device_memory.h"
-#include "gpu/order_indices.h"
-#include "plan/order.h"
+#include "gpu/order_kernels.h"
 
 namespace kvio::gpu {
 namespace {
@@ -110,46 +108,23 @@ Side index_side(const IndexList& list) {
 
 }  // namespace
 
-torch::stable::Tensor order_indices(const char* op, TransferRequest* request, Stream stream) {
-  const int64_t count = request->num_indices;
-  const bool wide = request->dst_indices.is_int64;
-  const int64_t list_bytes = count * request->dst_indices.entry_bytes();
-  const int64_t positions_bytes = (count * 4 + 7) / 8 * 8;
-  const int64_t counts_bytes = kBuckets * 4;
-  const int64_t total = counts_bytes + 2 * list_bytes + positions_bytes;
-  // Allocating spoils the graph that another thread captures, unless this thread says that it knows better.
-  torch::stable::Tensor memory = [&] {
-    const RelaxedCapture relaxed;
-    return device_bytes(total, request->gpu_index);
-  }();
-  char* base = static_cast<char*>(memory.data_ptr());
-
+void launch_order(const char* op, const OrderLaunch& order, Stream stream) {
   Params p{};
-  p.dst = index_side(request->dst_indices);
-  p.src = index_side(request->src_indices);
-  p.counts = reinterpret_cast<uint32_t*>(base);
-  p.positions = reinterpret_cast<int32_t*>(base + counts_bytes);
-  p.dst_out = base + counts_bytes + positions_bytes;
-  p.src_out = base + counts_bytes + positions_bytes + list_bytes;
-  p.num_indices = static_cast<uint32_t>(count);
-  p.host_is_dst = request->dst_device == DeviceKind::kCpu;
-  p.is_int64 = wide;
-  int64_t slots = 0;
-  for (const BufferGroup& group : request->groups) {
-    slots = std::max(slots, p.host_is_dst ? group.dst.slots : group.src.slots);
-  }
-  p.shift = static_cast<uint32_t>(order_shift(slots / request->slots_per_index));
-
-  const int64_t blocks = std::min<int64_t>(kMaxBlocks, (count + kThreads - 1) / kThreads);
-  check(op, "clearing the ordering of indices",
-        cudaMemsetAsync(p.counts, 0, static_cast<size_t>(counts_bytes), stream));
+  p.dst = index_side(order.dst);
+  p.src = index_side(order.src);
+  p.counts = order.counts;
+  p.dst_out = order.dst_out;
+  p.src_out = order.src_out;
+  p.positions = order.positions;
+  p.num_indices = static_cast<uint32_t>(order.num_indices);
+  p.shift = static_cast<uint32_t>(order.shift);
+  p.host_is_dst = order.host_is_dst;
+  p.is_int64 = order.dst.is_int64;
+  const int64_t blocks = std::min<int64_t>(kMaxBlocks, (order.num_indices + kThreads - 1) / kThreads);
+  check(op, "clearing the ordering of indices", cudaMemsetAsync(p.counts, 0, kBuckets * 4, stream));
   launch(op, count_buckets, blocks, &p, stream);
   launch(op, place_buckets, 1, &p, stream);
   launch(op, scatter_pairs, blocks, &p, stream);
-  request->dst_indices = {p.dst_out, 1, wide};
-  request->src_indices = {p.src_out, 1, wide};
-  request->caller_positions = p.positions;
-  return memory;
 }
 
 }  // namespace kvio::gpu

@@ -1,19 +1,30 @@
-// Copy primitives. Kernel bodies above this header contain no inline assembly.
+// Copy primitives, and what the lanes of a wave do together. Kernel bodies above this header contain no inline assembly
+// and no vendor's intrinsics.
 #pragma once
 
 #include <cstdint>
 
+#include "gpu/platform.h"
+#ifdef KVIO_ROCM
+#include "gpu/primitives_hip.cuh"
+#endif
+
 namespace kvio::gpu {
+
+#ifndef KVIO_ROCM
+using Words2 = uint2;
+using Words4 = uint4;
+#endif
 
 template <int kBytes>
 struct PackageOf;
 template <>
 struct PackageOf<16> {
-  using type = uint4;
+  using type = Words4;
 };
 template <>
 struct PackageOf<8> {
-  using type = uint2;
+  using type = Words2;
 };
 template <>
 struct PackageOf<4> {
@@ -27,6 +38,8 @@ template <>
 struct PackageOf<1> {
   using type = uint8_t;
 };
+
+#ifndef KVIO_ROCM
 
 // Reads a package that this kernel reads once, so that it does not displace other lines from L1. The address must be a
 // multiple of the package size. @warning orders nothing; the bytes must not be written by the same kernel.
@@ -116,6 +129,25 @@ __device__ __forceinline__ void store_once_if(bool wanted, void* address, const 
   }
 }
 
+// Every lane gets the pointer that lane `lane` holds. All lanes of the wave must call, here and below.
+template <class T>
+__device__ __forceinline__ T* shuffle_pointer(T* pointer, uint32_t lane) {
+  return reinterpret_cast<T*>(
+      __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), static_cast<int>(lane)));
+}
+
+// Every lane gets what the lane `step` before it holds; the first `step` lanes get anything.
+template <class T>
+__device__ __forceinline__ T shuffle_up(T value, uint32_t step) {
+  return __shfl_up_sync(0xffffffffu, value, step);
+}
+
+__device__ __forceinline__ bool all_lanes(bool vote) { return __all_sync(0xffffffffu, vote); }
+
+__device__ __forceinline__ void sync_wave() { __syncwarp(); }
+
+#endif  // KVIO_ROCM
+
 // The bytes of a piece beyond its whole packages, `bytes` < kWidth, both addresses multiples of kWidth: each halving of
 // the width is used at most once, so nothing is truncated and nothing beyond the piece is touched.
 template <int kWidth>
@@ -131,13 +163,6 @@ __device__ __forceinline__ void copy_remainder(char* dst, const char* src, uint3
     }
     copy_remainder<kHalf>(dst, src, bytes);
   }
-}
-
-// Every lane gets the pointer that lane `lane` holds. All 32 lanes must call.
-template <class T>
-__device__ __forceinline__ T* shuffle_pointer(T* pointer, uint32_t lane) {
-  return reinterpret_cast<T*>(
-      __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(pointer), static_cast<int>(lane)));
 }
 
 // Division of numbers below 2^31 by a launch-time constant: one multiply and a shift.

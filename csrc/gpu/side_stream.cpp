@@ -32,7 +32,7 @@ bool is_idle(const SideStream::Lease& lease) {
   if (is_capturing(lease.stream)) return false;
   const Error error = cudaEventQuery(lease.done);
   if (error == cudaSuccess) return true;
-  cudaGetLastError();
+  (void)cudaGetLastError();
   // An event that was recorded into a graph says nothing of the stream any more.
   return error == cudaErrorCapturedEvent;
 }
@@ -91,7 +91,7 @@ Error SideStream::try_join() {
 void SideStream::join() { check(op_, "joining a stream to the caller's", try_join()); }
 
 SideStream::~SideStream() {
-  if (try_join() != cudaSuccess) cudaGetLastError();
+  if (try_join() != cudaSuccess) (void)cudaGetLastError();
 }
 
 void SideStream::record(int event, Stream stream) {

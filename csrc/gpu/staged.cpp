@@ -5,6 +5,7 @@
 
 #include "gpu/copy_engine.h"
 #include "gpu/device_facts.h"
+#include "gpu/device_guard.h"
 #include "gpu/fault.h"
 #include "gpu/host_sides.h"
 #include "gpu/index_upload.h"

@@ -22,7 +22,7 @@ bool is_capturing(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const Error error = cudaStreamIsCapturing(stream, &status);
   if (error == cudaSuccess) return status != cudaStreamCaptureStatusNone;
-  cudaGetLastError();
+  (void)cudaGetLastError();
   return error == cudaErrorStreamCaptureImplicit;  // the legacy stream, while a stream that it waits for is captured
 }
 

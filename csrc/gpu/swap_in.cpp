@@ -4,6 +4,7 @@
 
 #include "error.h"
 #include "gpu/device_facts.h"
+#include "gpu/device_guard.h"
 #include "gpu/device_memory.h"
 #include "gpu/fault.h"
 #include "gpu/host_sides.h"
@@ -34,7 +35,8 @@ void translate_pools(const char* op, SwapInPools* pools) {
   });
 }
 
-// Rows of one geometry in 16-byte packages, few buffers, few requests: those who resolve can copy as well.
+// Rows of one geometry in 16-byte packages (any rows, by the wave copy), few buffers, few requests: those who resolve
+// can copy as well.
 std::optional<FusedCopy> fused_copy_of(const SwapInRequest& request, int device) {
   if (!request.pools.moves_bytes() || request.batch > SwapInPolicy().fused_batch) return std::nullopt;
   if (request.pools.num_blocks > 0) return std::nullopt;
@@ -44,7 +46,7 @@ std::optional<FusedCopy> fused_copy_of(const SwapInRequest& request, int device)
     if (only != nullptr || group.dst_base.size() > kMaxSwapInBuffers) return std::nullopt;
     only = &group;
   }
-  FusedCopy copy{only, make_fused_copy_plan(*only), 1};
+  FusedCopy copy{only, make_fused_copy_plan(*only, kPolicy), 1};
   if (copy.plan.package_bytes < 16) return std::nullopt;
   const bool has_clusters = gpu_facts("swap_in", device, nullptr, false).compute_major >= 9;
   copy.cluster_ctas = cluster_ctas_for(request.batch, sm_count("swap_in", device), has_clusters);
@@ -67,7 +69,7 @@ torch::stable::Tensor make_plan(SwapInRequest* request, int device) {
 void replay(const CopyPlannedRequest& request, FaultRecord* fault, Stream stream) {
   for (const BufferGroup& group : request.pools.groups) {
     if (group.dst.row_bytes() == 0) continue;
-    launch_copy_planned(request, group, make_planned_copy_plan(group), fault, stream);
+    launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), fault, stream);
   }
 }
 

@@ -10,12 +10,14 @@
 // * Rows of many requests at once would be spread over the whole host pool, where address translation holds reads to a
 //   third of the link. So a large batch is resolved first, and few CTAs then copy request by request.
 
+#ifndef KVIO_ROCM
 #include <cooperative_groups.h>
+#endif
 
 #include <algorithm>
 
 #include "gpu/addressing.cuh"
-#include "gpu/copy_units.cuh"
+#include "gpu/copy_rows.cuh"
 #include "gpu/fault.h"
 #include "gpu/fault_device.cuh"
 #include "gpu/swap_in_kernels.h"
@@ -76,14 +78,13 @@ __device__ __forceinline__ void copy_misses(const Rooms& rooms, uint32_t buffer,
       units.src += offset_of(rooms.src, place.src, piece);
     }
   }
-  __syncwarp();
-  copy_units<kWidth, kUnits, kLoads>(rooms.cut, units, lane);
-  copy_rest<kWidth>(rooms.cut, units);
+  sync_wave();
+  copy_rows<kWidth, kUnits, kLoads>(rooms.cut, units, lane);
 }
 
 // Units of an item: as many as a warp takes at once, but fewer where there would not be an item for every warp.
 __device__ __forceinline__ uint32_t units_per_item(uint32_t units, uint32_t warps) {
-  uint32_t each = 32;
+  uint32_t each = kWave;
   while (each > 1 && (units + each - 1) / each < 2 * warps) each /= 2;
   return each;
 }
@@ -106,9 +107,8 @@ __device__ __forceinline__ Tally sum_of(const Tally& a, const Tally& b) {
 
 __device__ __forceinline__ Tally inclusive_in_warp(Tally tally, uint32_t lane) {
 #pragma unroll
-  for (uint32_t step = 1; step < 32; step *= 2) {
-    const Tally before = {__shfl_up_sync(0xffffffffu, tally.hits, step),
-                          __shfl_up_sync(0xffffffffu, tally.misses, step)};
+  for (uint32_t step = 1; step < kWave; step *= 2) {
+    const Tally before = {shuffle_up(tally.hits, step), shuffle_up(tally.misses, step)};
     if (lane >= step) tally = sum_of(tally, before);
   }
   return tally;
@@ -116,15 +116,20 @@ __device__ __forceinline__ Tally inclusive_in_warp(Tally tally, uint32_t lane) {
 
 // Tallies of all threads before this one, and of all threads. Two barriers.
 __device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
-  __shared__ Tally sums[kResolveThreads / 32];
-  const uint32_t lane = threadIdx.x & 31;
-  const uint32_t warp = threadIdx.x >> 5;
+  constexpr uint32_t kWarps = kResolveThreads / kWave;
+  __shared__ Tally sums[kWarps];
+  const uint32_t lane = threadIdx.x % kWave;
+  const uint32_t warp = threadIdx.x / kWave;
   const Tally here = inclusive_in_warp(mine, lane);
-  if (lane == 31) sums[warp] = here;
+  if (lane == kWave - 1) sums[warp] = here;
   __syncthreads();
-  if (warp == 0) sums[lane] = inclusive_in_warp(sums[lane], lane);
+  if (warp == 0) {
+    // Of as many lanes as there are warps; all lanes must take part.
+    const Tally sum = inclusive_in_warp(sums[lane % kWarps], lane);
+    if (lane < kWarps) sums[lane] = sum;
+  }
   __syncthreads();
-  *all = sums[kResolveThreads / 32 - 1];
+  *all = sums[kWarps - 1];
   Tally before = {here.hits - mine.hits, here.misses - mine.misses};
   if (warp > 0) before = sum_of(before, sums[warp - 1]);
   return before;
@@ -213,14 +218,14 @@ __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __gri
 #endif
   const Rooms& rooms = launch.rooms;
   const uint32_t units = static_cast<uint32_t>(*misses) * rooms.pieces.divisor;
-  const uint32_t warps = ranks * (kResolveThreads / 32);
+  const uint32_t warps = ranks * (kResolveThreads / kWave);
   const uint32_t each = units_per_item(units * rooms.num_buffers, warps);
   const uint32_t items = (units + each - 1) / each;
   const auto find = [&](uint32_t miss) { return MissPlace{w.miss_src[miss], w.miss_dst[miss]}; };
-  for (uint32_t item = (threadIdx.x >> 5) * ranks + rank; item < items * rooms.num_buffers; item += warps) {
+  for (uint32_t item = (threadIdx.x / kWave) * ranks + rank; item < items * rooms.num_buffers; item += warps) {
     const uint32_t buffer = item / items;
     const uint32_t first = (item - buffer * items) * each;
-    copy_misses<16, kUnits, kLoads>(rooms, buffer, first, min(each, units - first), threadIdx.x & 31, find);
+    copy_misses<16, kUnits, kLoads>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
   }
 #if __CUDA_ARCH__ >= 900
   // The others read rank 0's shared memory.
@@ -249,10 +254,10 @@ struct PlannedLaunch {
 // are cut to it.
 __device__ __forceinline__ uint32_t sum_misses(const PlannedLaunch& launch, int32_t begin, int32_t end,
                                                uint32_t* sums) {
-  __shared__ uint32_t of_warp[kPlannedThreads / 32];
+  __shared__ uint32_t of_warp[kPlannedThreads / kWave];
   __shared__ uint32_t carry;
-  const uint32_t lane = threadIdx.x & 31;
-  const uint32_t warp = threadIdx.x >> 5;
+  const uint32_t lane = threadIdx.x % kWave;
+  const uint32_t warp = threadIdx.x / kWave;
   if (threadIdx.x == 0) carry = 0;
   __syncthreads();
   for (int32_t from = begin; from < end; from += kPlannedThreads) {
@@ -261,11 +266,11 @@ __device__ __forceinline__ uint32_t sum_misses(const PlannedLaunch& launch, int3
     mine = max(0, min(mine, launch.max_misses));
     uint32_t here = static_cast<uint32_t>(mine);
 #pragma unroll
-    for (uint32_t step = 1; step < 32; step *= 2) {
-      const uint32_t before = __shfl_up_sync(0xffffffffu, here, step);
+    for (uint32_t step = 1; step < kWave; step *= 2) {
+      const uint32_t before = shuffle_up(here, step);
       if (lane >= step) here += before;
     }
-    if (lane == 31) of_warp[warp] = here;
+    if (lane == kWave - 1) of_warp[warp] = here;
     __syncthreads();
     uint32_t before = carry;
     for (uint32_t other = 0; other < warp; ++other) before += of_warp[other];
@@ -282,8 +287,8 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
     copy_planned_kernel(const __grid_constant__ PlannedLaunch launch) {
   __shared__ uint32_t sums[kMaxRequestsAtOnce];
   const Rooms& rooms = launch.rooms;
-  const uint32_t warps = gridDim.x * (kPlannedThreads / 32);
-  const uint32_t warp = blockIdx.x * (kPlannedThreads / 32) + (threadIdx.x >> 5);
+  const uint32_t warps = gridDim.x * (kPlannedThreads / kWave);
+  const uint32_t warp = blockIdx.x * (kPlannedThreads / kWave) + threadIdx.x / kWave;
   const int32_t real =
       launch.num_real_reqs != nullptr ? max(0, min(*launch.num_real_reqs, launch.batch)) : launch.batch;
   for (int32_t begin = 0; begin < real; begin += launch.at_once) {
@@ -320,7 +325,7 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
       const uint32_t part = item / rooms.num_buffers;
       const uint32_t first = part * each;
       copy_misses<kWidth, kUnits, kLoads>(rooms, item - part * rooms.num_buffers, first, min(each, units - first),
-                                          threadIdx.x & 31, find);
+                                          threadIdx.x % kWave, find);
     }
   }
 }
@@ -349,13 +354,19 @@ Rooms make_rooms(const BufferGroup& group, size_t first, const MissCopyPlan& pla
 }
 
 using ResolveKernel = void (*)(ResolveLaunch);
+using PlannedKernel = void (*)(PlannedLaunch);
+
+#ifdef KVIO_ROCM
+static_assert(kPolicy.wave_copy, "kernels have one shape: the wave copy takes any row");
+ResolveKernel resolve_kernel_of(const LaneSplit&) { return swap_in_kernel<1, 1>; }
+PlannedKernel planned_kernel_of(const MissCopyPlan&) { return copy_planned_kernel<16, 1, 1>; }
+#else
 ResolveKernel resolve_kernel_of(const LaneSplit& split) {
   if (split.units_per_lane == 4) return swap_in_kernel<4, 1>;
   if (split.units_per_lane == 2) return swap_in_kernel<2, 2>;
   return swap_in_kernel<1, 4>;
 }
 
-using PlannedKernel = void (*)(PlannedLaunch);
 PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
   switch (plan.package_bytes) {
     case 8:
@@ -375,6 +386,7 @@ PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
   if (plan.split.units_per_lane == 2) return copy_planned_kernel<16, 2, 8>;
   return copy_planned_kernel<16, 1, 16>;
 }
+#endif
 
 ResolveParams resolve_params(const SwapInRequest& r) {
   ResolveParams p{};
@@ -421,18 +433,10 @@ void launch_resolve(const SwapInRequest& request, const Scratch& scratch, const 
           cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
   }
   const unsigned ctas = copy != nullptr ? static_cast<unsigned>(copy->cluster_ctas) : 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(request.batch) * ctas);
-  config.blockDim = dim3(kResolveThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {ctas, 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = ctas > 1 ? 1 : 0;
   void* arguments[] = {&launch};
-  check("swap_in", "launching the swap-in kernel", cudaLaunchKernelExC(&config, function, arguments));
+  check("swap_in", "launching the swap-in kernel",
+        launch_kernel(function, static_cast<unsigned>(request.batch) * ctas, kResolveThreads, arguments,
+                      static_cast<size_t>(shared), stream, ctas));
 }
 
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
@@ -450,7 +454,7 @@ void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& g
   launch.max_misses = static_cast<int32_t>(request.max_misses);
   const int64_t units_of_one = std::max<int64_t>(1, request.max_misses * group.dst.num_pieces);
   launch.at_once = static_cast<int32_t>(std::clamp<int64_t>(kMaxUnits / units_of_one, 1, kMaxRequestsAtOnce));
-  const int64_t blocks = request.pools.num_blocks > 0 ? request.pools.num_blocks : SwapInPolicy().planned_blocks;
+  const int64_t blocks = request.pools.num_blocks > 0 ? request.pools.num_blocks : kPolicy.planned_blocks;
   for (size_t first = 0; first < group.dst_base.size(); first += kMaxSwapInBuffers) {
     launch.rooms = make_rooms(group, first, plan);
     void* arguments[] = {&launch};

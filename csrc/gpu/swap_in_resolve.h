@@ -10,7 +10,7 @@
 
 #include "request/swap_in_request.h"
 
-#if defined(__CUDACC__) || defined(__HIPCC__)
+#if defined(__CUDACC__) || defined(__HIP__)
 #define KVIO_STEP __device__ __forceinline__
 #define KVIO_ANYWHERE __host__ __device__ __forceinline__
 #else
@@ -286,13 +286,13 @@ KVIO_STEP bool is_miss(const Workspace& w, int32_t i) {
 
 // Of a thread, or of all threads before it, or of all.
 struct Tally {
-  int32_t hits = 0;  // slots that stay
-  int32_t misses = 0;
+  int32_t hits;  // slots that stay
+  int32_t misses;
 };
 
 template <class Env>
 KVIO_STEP Tally count(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
-  Tally tally;
+  Tally tally{};
   const Share slots = share_of(t, p.hot_slots);
   for (int32_t j = slots.begin; j < slots.end; ++j) tally.hits += (w.lru[j] & kHit) != 0;
   const Share entries = share_of(t, p.top_k);

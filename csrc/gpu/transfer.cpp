@@ -8,6 +8,7 @@
 #include "error.h"
 #include "gpu/copy_engine.h"
 #include "gpu/device_facts.h"
+#include "gpu/device_guard.h"
 #include "gpu/driver.h"
 #include "gpu/fault.h"
 #include "gpu/host_sides.h"
@@ -75,7 +76,8 @@ namespace {
 
 std::string describe_register(const TransferRequest& request, const BufferGroup& group, int device) {
   const int64_t range = std::min(max_indices_per_launch(request, group), request.num_indices);
-  const RegisterPlan plan = make_register_plan(request, group, range, sm_count("explain", device));
+  const RegisterPlan plan =
+      make_register_plan(request, group, range, sm_count("explain", device), register_policy(kPlatform));
   std::ostringstream text;
   text << "launch: " << group.dst_base.size() << " buffers, " << plan.num_blocks << " CTAs, " << plan.package_bytes
        << "-byte loads, " << plan.units << " units of " << plan.dst.piece_bytes << " bytes a buffer, "
@@ -141,7 +143,7 @@ std::string driver_info() {
   int devices = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
   if (driver > 0 && cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
-  cudaGetLastError();
+  (void)cudaGetLastError();
   std::ostringstream text;
   text << "\"driver\": " << driver << ", \"devices\": " << devices << ", \"entry_points\": {";
   const char* separator = "";

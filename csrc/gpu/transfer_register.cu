@@ -1,4 +1,5 @@
-// Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time. Each lane works out the addresses
+// Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time (a wave of
+// 64 lanes: up to 64). Each lane works out the addresses
 // of one unit. Units that follow each other on both sides are moved as one stretch of memory; others by groups of
 // lanes, a unit a group, cut as plan/register_plan.h says.
 //
@@ -23,7 +24,6 @@ namespace kvio::gpu {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kMaxBuffers = kMaxBuffersPerLaunch;
 constexpr int kFewBuffers = 8;  // a one-layer call, whose launch need not carry kilobytes of parameters
 
 template <int kBuffers>
@@ -35,6 +35,10 @@ struct Params : UnitParams {
   uint32_t num_items;
   UnitCut cut;
 };
+
+// What one launch can be told of.
+constexpr int kMaxBuffers = sizeof(Params<kMaxBuffersPerLaunch>) <= kMaxParameterBytes ? kMaxBuffersPerLaunch : 192;
+static_assert(sizeof(Params<kMaxBuffers>) <= kMaxParameterBytes, "a launch has room for its parameters");
 
 struct Item {
   uint32_t buffer;
@@ -79,9 +83,9 @@ __device__ __forceinline__ Units locate(const P& p, const Item& item, const Unit
 
 template <int kWidth, int kUnits, int kLoads, int kBuffers>
 __global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_constant__ Params<kBuffers> p) {
-  const uint32_t lane = threadIdx.x & 31;
-  const uint32_t num_warps = gridDim.x * (kThreads / 32);
-  uint32_t number = blockIdx.x * (kThreads / 32) + (threadIdx.x >> 5);
+  const uint32_t lane = threadIdx.x % kWave;
+  const uint32_t num_warps = gridDim.x * (kThreads / kWave);
+  uint32_t number = blockIdx.x * (kThreads / kWave) + threadIdx.x / kWave;
   if (number >= p.num_items) return;
   Item item = item_at(p, number);
   UnitIndex index = fetch_index(p, item, lane);
@@ -173,7 +177,7 @@ void launch_register(const TransferRequest& request, const BufferGroup& group, i
   const int64_t step = max_indices_per_launch(request, group);
   for (int64_t first = 0; first < request.num_indices; first += step) {
     const int64_t range = std::min(step, request.num_indices - first);
-    const RegisterPlan plan = make_register_plan(request, group, range, sm_count);
+    const RegisterPlan plan = make_register_plan(request, group, range, sm_count, register_policy(kPlatform));
     const size_t buffers = group.dst_base.size();
     for (size_t b = 0; b < buffers; b += kMaxBuffers) {
       const size_t count = std::min<size_t>(kMaxBuffers, buffers - b);

@@ -40,6 +40,9 @@ bool crosses_link(const BackendFacts& facts) {
 const char* why_not(Backend backend, const BackendFacts& facts) {
   switch (backend) {
     case Backend::kTma:
+      if (facts.gpu.platform == Platform::kRocm) {
+        return "AMD GPUs have no bulk copies, of which it consists; it needs an NVIDIA GPU";
+      }
       if (facts.gpu.compute_major < 9) return "the GPU has no bulk copies; it needs compute capability 9.0 or later";
       if (!facts.gpu.has_bulk_code) {
         return "this build has no bulk copies for the GPU; it needs KVIO_CUDA_ARCHS to name 90 or later, up to the "
@@ -254,6 +257,7 @@ const char* prefer_name(const BackendFacts& facts) { return facts.prefer == Pref
 void list_candidates(const BackendFacts& facts, const RateTable& rates, std::ostringstream* text) {
   const char* separator = "candidates: ";
   for (const Backend backend : kByDisturbance) {
+    if (backend == Backend::kTma && facts.gpu.platform == Platform::kRocm) continue;  // there is no such thing
     *text << separator << backend_name(backend);
     separator = "; ";
     const char* reason = why_not_auto(backend, facts);

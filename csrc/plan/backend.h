@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "plan/platform.h"
 #include "request/request.h"
 
 namespace kvio {
@@ -18,6 +19,7 @@ const char* backend_name(Backend backend);
 
 // What the caller knows about the GPU and its stream. All false/zero without one.
 struct GpuFacts {
+  Platform platform = Platform::kCuda;
   int compute_major = 0;         // compute capability, 0 for no NVIDIA GPU
   bool capturing = false;        // the caller's stream is being captured into a graph
   bool legacy_stream = false;    // it is the legacy default stream

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "plan/copy_round.h"
 #include "plan/copy_width.h"
 
 namespace kvio {
@@ -11,7 +12,17 @@ namespace {
 constexpr LaneSplit kFused[] = {{0, 1, 4}, {0, 2, 2}, {0, 4, 1}};
 constexpr LaneSplit kNarrow[] = {{0, 1, 16}};
 
-MissCopyPlan make_plan(const BufferGroup& group, bool fused) {
+MissCopyPlan make_wave_copy_plan(int64_t unit_bytes, int64_t wave_lanes) {
+  MissCopyPlan plan;
+  plan.packages = unit_bytes / plan.package_bytes;
+  plan.remainder = unit_bytes % plan.package_bytes;
+  plan.split = {lanes_per_row(unit_bytes, wave_lanes), 1, 1};
+  return plan;
+}
+
+MissCopyPlan make_plan(const BufferGroup& group, const PlatformPolicy& policy, bool fused) {
+  const int64_t wave_lanes = policy.wave_lanes;
+  if (policy.wave_copy) return make_wave_copy_plan(group.dst.piece_bytes, wave_lanes);
   const uint64_t bits = address_bits(group);
   MissCopyPlan plan;
   plan.package_bytes = copy_width(group.dst, group.src, bits);
@@ -19,11 +30,11 @@ MissCopyPlan make_plan(const BufferGroup& group, bool fused) {
   plan.remainder = group.dst.piece_bytes % plan.package_bytes;
   const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(group.dst, group.src, bits)};
   if (plan.package_bytes < 16) {
-    plan.split = choose_lane_split(unit, kNarrow, std::size(kNarrow));
+    plan.split = choose_lane_split(unit, kNarrow, std::size(kNarrow), wave_lanes);
   } else if (fused) {
-    plan.split = choose_lane_split(unit, kFused, std::size(kFused));
+    plan.split = choose_lane_split(unit, kFused, std::size(kFused), wave_lanes);
   } else {
-    plan.split = choose_lane_split(unit);
+    plan.split = choose_lane_split(unit, wave_lanes);
   }
   plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
   plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
@@ -32,8 +43,12 @@ MissCopyPlan make_plan(const BufferGroup& group, bool fused) {
 
 }  // namespace
 
-MissCopyPlan make_fused_copy_plan(const BufferGroup& group) { return make_plan(group, true); }
-MissCopyPlan make_planned_copy_plan(const BufferGroup& group) { return make_plan(group, false); }
+MissCopyPlan make_fused_copy_plan(const BufferGroup& group, const PlatformPolicy& policy) {
+  return make_plan(group, policy, true);
+}
+MissCopyPlan make_planned_copy_plan(const BufferGroup& group, const PlatformPolicy& policy) {
+  return make_plan(group, policy, false);
+}
 
 int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters, const SwapInPolicy& policy) {
   int64_t ctas = has_clusters ? policy.cluster_ctas : 1;

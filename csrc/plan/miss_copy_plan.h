@@ -19,14 +19,15 @@ struct MissCopyPlan {
 };
 
 struct SwapInPolicy {
-  int64_t fused_batch = 32;    // up to here the CTAs that resolve a request copy its rows as well
-  int64_t cluster_ctas = 4;    // of one request, where there are SMs for them
-  int64_t planned_blocks = 8;  // over all requests: they fill the link and stay close together in host memory
+  int64_t fused_batch = 32;  // up to here the CTAs that resolve a request copy its rows as well
+  int64_t cluster_ctas = 4;  // of one request, where there are SMs for them
 };
 
 // Kernels for whole packages of 16 bytes exist in these shapes; narrower packages are moved by one lane a package run.
-MissCopyPlan make_fused_copy_plan(const BufferGroup& group);
-MissCopyPlan make_planned_copy_plan(const BufferGroup& group);
+// The wave copy has one shape and finds the packages of a row itself: a plan for it has 16-byte ones whatever the
+// alignment, and lanes by plan/copy_round.h.
+MissCopyPlan make_fused_copy_plan(const BufferGroup& group, const PlatformPolicy& policy);
+MissCopyPlan make_planned_copy_plan(const BufferGroup& group, const PlatformPolicy& policy);
 
 // CTAs of one request: a power of two, 1 where clusters do not exist (before sm_90) or the batch is large.
 int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters,

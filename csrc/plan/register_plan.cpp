@@ -32,18 +32,18 @@ int64_t max_skew(const UnitShape& unit, int64_t lanes) {
   return unit.alignment < step ? (step - unit.alignment) / unit.package_bytes : 0;
 }
 
-LaneSplit choose_lane_split(const UnitShape& unit) {
+LaneSplit choose_lane_split(const UnitShape& unit, int64_t wave_lanes) {
   constexpr LaneSplit kKernels[] = {{0, 1, 16}, {0, 2, 8}, {0, 2, 9}, {0, 4, 4}, {0, 8, 2}};
-  return choose_lane_split(unit, kKernels, std::size(kKernels));
+  return choose_lane_split(unit, kKernels, std::size(kKernels), wave_lanes);
 }
 
-LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, size_t count) {
+LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, size_t count, int64_t wave_lanes) {
   const int64_t unit_bytes = unit.packages * unit.package_bytes;
   LaneSplit best = kernels[0];
   double best_busy = 0;
-  for (int64_t lanes = 1; lanes <= 32; lanes *= 2) {
+  for (int64_t lanes = 1; lanes <= wave_lanes; lanes *= 2) {
     const int64_t step_bytes = lanes * unit.package_bytes;
-    if (lanes < 32 && step_bytes < kLineBytes && step_bytes < unit_bytes) continue;
+    if (lanes < wave_lanes && step_bytes < kLineBytes && step_bytes < unit_bytes) continue;
     const int64_t loads = (unit.packages + max_skew(unit, lanes) + lanes - 1) / lanes;
     for (size_t k = 0; k < count; ++k) {
       const LaneSplit& kernel = kernels[k];
@@ -64,12 +64,14 @@ LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, siz
 namespace {
 
 // An engine calls with one shape over and over, and choosing costs more than the rest of the plan.
-LaneSplit remembered_split(const UnitShape& unit) {
+LaneSplit remembered_split(const UnitShape& unit, int64_t wave_lanes) {
   thread_local UnitShape last;
+  thread_local int64_t last_wave_lanes = 0;
   thread_local LaneSplit split;
-  if (!(last == unit)) {
-    split = choose_lane_split(unit);
+  if (!(last == unit) || last_wave_lanes != wave_lanes) {
+    split = choose_lane_split(unit, wave_lanes);
     last = unit;
+    last_wave_lanes = wave_lanes;
   }
   return split;
 }
@@ -98,7 +100,7 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   plan.packages = piece / plan.package_bytes;
   plan.remainder = piece % plan.package_bytes;
   const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits)};
-  plan.split = remembered_split(unit);
+  plan.split = remembered_split(unit, policy.wave_lanes);
   plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
   plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
   plan.skew_by_dst = request.dst_device == DeviceKind::kCpu;
@@ -106,8 +108,9 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   plan.buffers_innermost = buffers_share_pages(group);
 
   const bool device_to_device = request.dst_device == DeviceKind::kGpu && request.src_device == DeviceKind::kGpu;
+  const int64_t link_blocks = plan.skew_by_dst ? policy.write_blocks : policy.read_blocks;
   const int64_t wanted_blocks =
-      request.num_blocks > 0 ? request.num_blocks : (device_to_device ? num_sms : policy.link_blocks);
+      request.num_blocks > 0 ? request.num_blocks : (device_to_device ? num_sms : link_blocks);
 
   // Fewer units an item while there are too few items for the warps, but never less than one warp step of bytes.
   const int64_t buffers = static_cast<int64_t>(group.dst_base.size());
@@ -118,7 +121,7 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
     per_item /= 2;
   }
   plan.units_per_item = per_item;
-  const int64_t loads = (per_item * plan.packages + 31) / 32;
+  const int64_t loads = (per_item * plan.packages + policy.wave_lanes - 1) / policy.wave_lanes;
   plan.stretch_loads = (loads + 17) / 18 < (loads + 15) / 16 ? 18 : 16;
   const int64_t items = (plan.units + per_item - 1) / per_item * buffers;
   plan.num_blocks =

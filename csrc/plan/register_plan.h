@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "plan/platform.h"
 #include "request/request.h"
 
 namespace kvio {
@@ -37,10 +38,10 @@ int64_t step_alignment(int64_t lanes, int64_t package_bytes);
 int64_t max_skew(const UnitShape& unit, int64_t lanes);
 
 // The split, among those that have a kernel, that keeps most lanes busy without cutting lines.
-LaneSplit choose_lane_split(const UnitShape& unit);
+LaneSplit choose_lane_split(const UnitShape& unit, int64_t wave_lanes = 32);
 
 // The same among `count` kernels, whose lanes_per_unit is of no matter.
-LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, size_t count);
+LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, size_t count, int64_t wave_lanes = 32);
 
 // What one launch needs besides addresses. A unit is one piece of one slot; an item is up to `units_per_item`
 // consecutive units of one buffer, and one warp moves it.
@@ -65,16 +66,32 @@ struct RegisterPlan {
 };
 
 struct RegisterPolicy {
+  int64_t wave_lanes = 32;
   int64_t warps_per_block = 16;
   int64_t bytes_per_warp_step = 8192;  // 32 lanes, 16 loads of 16 bytes in flight
   int64_t max_units_per_item = 32;     // one lane works out one unit's addresses
   int64_t long_piece_bytes = 8192;     // a longer piece is cut so that several warps share it
-  int64_t link_blocks = 4;             // fill a host link in both directions for every layout measured
+  int64_t read_blocks = 4;             // fill a host link for every layout measured
+  int64_t write_blocks = 4;
 };
+
+// A block has 512 threads whatever the width of a wave.
+constexpr RegisterPolicy register_policy(Platform platform) {
+  const PlatformPolicy of = policy_of(platform);
+  RegisterPolicy policy;
+  policy.wave_lanes = of.wave_lanes;
+  policy.warps_per_block = 512 / of.wave_lanes;
+  policy.bytes_per_warp_step = of.wave_lanes * 16 * 16;
+  policy.max_units_per_item = of.wave_lanes;
+  policy.long_piece_bytes = policy.bytes_per_warp_step;
+  policy.read_blocks = of.read_blocks;
+  policy.write_blocks = of.write_blocks;
+  return policy;
+}
 
 // `num_sms` bounds device-to-device grids. `range` is the number of index positions this launch serves.
 RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
-                                int64_t num_sms, const RegisterPolicy& policy = RegisterPolicy());
+                                int64_t num_sms, const RegisterPolicy& policy = register_policy(Platform::kCuda));
 
 constexpr int64_t kMaxBuffersPerLaunch = 256;  // 128 layers x K and V
 

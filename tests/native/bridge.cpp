@@ -19,6 +19,7 @@
 #include "plan/copy_plan.h"
 #include "plan/copy_round.h"
 #include "plan/copy_width.h"
+#include "plan/miss_copy_plan.h"
 #include "plan/order.h"
 #include "plan/rates.h"
 #include "plan/register_plan.h"
@@ -281,8 +282,25 @@ void bind_plan(py::module_& m) {
   m.def("step_alignment", &step_alignment, py::arg("lanes"), py::arg("package_bytes"));
   m.def("max_skew", &max_skew, py::arg("unit"), py::arg("lanes"));
   m.def(
-      "choose_lane_split", [](const UnitShape& unit) { return tuple_of(choose_lane_split(unit)); }, py::arg("unit"),
-      "(lanes a unit, units a lane, loads a unit)");
+      "choose_lane_split", [](const UnitShape& unit, int64_t wave) { return tuple_of(choose_lane_split(unit, wave)); },
+      py::arg("unit"), py::arg("wave") = 32, "(lanes a unit, units a lane, loads a unit)");
+
+  py::enum_<Platform>(m, "Platform").value("cuda", Platform::kCuda).value("rocm", Platform::kRocm);
+  py::class_<PlatformPolicy>(m, "PlatformPolicy")
+      .def_readonly("wave_lanes", &PlatformPolicy::wave_lanes)
+      .def_readonly("read_blocks", &PlatformPolicy::read_blocks)
+      .def_readonly("write_blocks", &PlatformPolicy::write_blocks)
+      .def_readonly("planned_blocks", &PlatformPolicy::planned_blocks)
+      .def_readonly("wave_copy", &PlatformPolicy::wave_copy);
+  m.def("policy_of", &policy_of, py::arg("platform"));
+  py::class_<MissCopyPlan>(m, "MissCopyPlan")
+      .def_readonly("package_bytes", &MissCopyPlan::package_bytes)
+      .def_readonly("packages", &MissCopyPlan::packages)
+      .def_readonly("remainder", &MissCopyPlan::remainder)
+      .def_property_readonly("split", [](const MissCopyPlan& plan) { return tuple_of(plan.split); });
+  m.def("make_fused_copy_plan", &make_fused_copy_plan, py::arg("group"), py::arg("policy"));
+  m.def("make_planned_copy_plan", &make_planned_copy_plan, py::arg("group"), py::arg("policy"));
+  m.def("register_policy", &register_policy, py::arg("platform"));
 
   py::class_<RegisterPolicy>(m, "RegisterPolicy")
       .def(py::init<>())
@@ -290,7 +308,9 @@ void bind_plan(py::module_& m) {
       .def_readwrite("bytes_per_warp_step", &RegisterPolicy::bytes_per_warp_step)
       .def_readwrite("max_units_per_item", &RegisterPolicy::max_units_per_item)
       .def_readwrite("long_piece_bytes", &RegisterPolicy::long_piece_bytes)
-      .def_readwrite("link_blocks", &RegisterPolicy::link_blocks);
+      .def_readonly("wave_lanes", &RegisterPolicy::wave_lanes)
+      .def_readwrite("read_blocks", &RegisterPolicy::read_blocks)
+      .def_readwrite("write_blocks", &RegisterPolicy::write_blocks);
 
   py::class_<RegisterPlan>(m, "RegisterPlan")
       .def_readonly("dst", &RegisterPlan::dst)
@@ -486,6 +506,7 @@ void bind_facts(py::module_& m) {
   py::enum_<Prefer>(m, "Prefer").value("throughput", Prefer::kThroughput).value("quiet", Prefer::kQuiet);
   py::class_<GpuFacts>(m, "GpuFacts")
       .def(py::init<>())
+      .def_readwrite("platform", &GpuFacts::platform)
       .def_readwrite("compute_major", &GpuFacts::compute_major)
       .def_readwrite("capturing", &GpuFacts::capturing)
       .def_readwrite("legacy_stream", &GpuFacts::legacy_stream)

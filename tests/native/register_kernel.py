@@ -12,7 +12,6 @@ import numpy as np
 
 # (units a lane, loads a unit) that the kernel is compiled for.
 KERNELS = {(1, 16), (2, 8), (2, 9), (4, 4), (8, 2)}
-LANES = np.arange(32)
 
 Moves = tuple[np.ndarray, np.ndarray, int]
 
@@ -57,20 +56,20 @@ def is_stretch(plan, dst, src, inside):
     return bool(inside.all() and (np.diff(dst) == step).all() and (np.diff(src) == step).all())
 
 
-def copy_stretch(plan, dst, src) -> Iterator[Moves]:
+def copy_stretch(plan, dst, src, wave=32) -> Iterator[Moves]:
     width = plan.package_bytes
     total = len(dst) * plan.packages
-    for done in range(0, total, 32 * plan.stretch_loads):
-        package = done + (np.arange(plan.stretch_loads)[:, None] * 32 + LANES).ravel()
+    for done in range(0, total, wave * plan.stretch_loads):
+        package = done + np.arange(wave * plan.stretch_loads)
         package = package[package < total]
         yield dst[0] + package * width, src[0] + package * width, width
 
 
-def copy_units(plan, dst, src, inside) -> Iterator[Moves]:
+def copy_units(plan, dst, src, inside, wave=32) -> Iterator[Moves]:
     width = plan.package_bytes
     lanes, units_per_lane, loads_per_unit = plan.split
-    groups = 32 // lanes
-    group, column = np.divmod(LANES, lanes)
+    groups = wave // lanes
+    group, column = np.divmod(np.arange(wave), lanes)
     lines_of = dst if plan.skew_by_dst else src
     for first in range(0, len(dst), groups * units_per_lane):
         unit = first + np.arange(units_per_lane)[:, None] * groups + group
@@ -100,7 +99,7 @@ def copy_remainder(plan, dst, src) -> Iterator[Moves]:
     assert left == 0, "a remainder is shorter than a package"
 
 
-def launch(plan, group, dst_indices, src_indices, warps_per_block=16) -> Iterator[Moves]:
+def launch(plan, group, dst_indices, src_indices, warps_per_block=16, wave=32) -> Iterator[Moves]:
     to, source, inside = locate(plan, dst_indices, src_indices)
     num_warps = plan.num_blocks * warps_per_block
     for warp in range(num_warps):
@@ -109,9 +108,9 @@ def launch(plan, group, dst_indices, src_indices, warps_per_block=16) -> Iterato
             dst = group.dst_base[buffer] + to[units]
             src = group.src_base[buffer] + source[units]
             if is_stretch(plan, dst, src, inside[units]):
-                yield from copy_stretch(plan, dst, src)
+                yield from copy_stretch(plan, dst, src, wave)
             else:
-                yield from copy_units(plan, dst, src, inside[units])
+                yield from copy_units(plan, dst, src, inside[units], wave)
             good = inside[units]
             yield from copy_remainder(plan, dst[good], src[good])
 

@@ -2,7 +2,6 @@
 // order their events allow. An edge that the code forgot shows as wrong bytes. Driver calls fail at random, too.
 //
 //   staged_streams SEEDS      prints the seed and what went wrong; exit status 1 then
-#include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
@@ -21,6 +20,7 @@
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
 #include "gpu/index_upload.h"
+#include "gpu/platform.h"
 #include "gpu/staged.h"
 #include "gpu/stream.h"
 #include "gpu/transfer_register.h"

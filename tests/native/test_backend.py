@@ -104,6 +104,15 @@ def test_tma_is_refused_before_bulk_copies(kvio, gpu_facts, compute_major):
     assert "backend is 'tma' but the GPU has no bulk copies; it needs compute capability 9" in text
 
 
+def test_tma_is_nothing_for_amd_gpus(kvio, gpu_facts):
+    """Their compute capability is 9 and more, too, and says nothing of bulk copies."""
+    facts = gpu_facts(gpu={**H200, "platform": kvio.Platform.rocm})
+    assert "backend is 'tma' but AMD GPUs have no bulk copies" in refusal(kvio, "tma", facts)
+    rates = flat_rates(10, 100, 1)
+    assert kvio.choose_backend("auto", facts, rates)[0] == "register"
+    assert "tma" not in kvio.describe("auto", facts)
+
+
 def test_tma_is_refused_by_a_build_for_older_gpus_only(kvio, gpu_facts):
     """What the driver makes of an older GPU's code would run here, and move nothing."""
     facts = gpu_facts(gpu={**H200, "has_bulk_code": False})

@@ -25,19 +25,22 @@ def in_cpp(kvio, shape):
     return kvio.UnitShape(**vars(shape))
 
 
-@given(shapes())
-def test_every_split_has_a_kernel_and_fills_a_warp(kvio, shape):
-    lanes, units, loads = kvio.choose_lane_split(in_cpp(kvio, shape))
-    assert lanes in (1, 2, 4, 8, 16, 32)
+waves = st.sampled_from((32, 64))
+
+
+@given(shapes(), waves)
+def test_every_split_has_a_kernel_and_fills_a_warp(kvio, shape, wave):
+    lanes, units, loads = kvio.choose_lane_split(in_cpp(kvio, shape), wave)
+    assert lanes in (1, 2, 4, 8, 16, 32, wave)
     assert (units, loads) in register_kernel.KERNELS
 
 
-@given(shapes())
-def test_a_group_steps_by_whole_lines_unless_one_step_holds_the_unit(kvio, shape):
-    lanes, _, _ = kvio.choose_lane_split(in_cpp(kvio, shape))
+@given(shapes(), waves)
+def test_a_group_steps_by_whole_lines_unless_one_step_holds_the_unit(kvio, shape, wave):
+    lanes, _, _ = kvio.choose_lane_split(in_cpp(kvio, shape), wave)
     step_bytes = lanes * shape.package_bytes
     unit_bytes = shape.packages * shape.package_bytes
-    assert lanes == 32 or step_bytes % kvio.LINE_BYTES == 0 or step_bytes >= unit_bytes
+    assert lanes == wave or step_bytes % kvio.LINE_BYTES == 0 or step_bytes >= unit_bytes
 
 
 def busy(kvio, shape, lanes, loads):
@@ -47,14 +50,14 @@ def busy(kvio, shape, lanes, loads):
     return shape.packages / (rounds * loads * lanes)
 
 
-@given(shapes())
-def test_no_other_split_with_a_kernel_keeps_more_lanes_busy(kvio, shape):
-    lanes, _, loads = kvio.choose_lane_split(in_cpp(kvio, shape))
+@given(shapes(), waves)
+def test_no_other_split_with_a_kernel_keeps_more_lanes_busy(kvio, shape, wave):
+    lanes, _, loads = kvio.choose_lane_split(in_cpp(kvio, shape), wave)
     unit_bytes = shape.packages * shape.package_bytes
     chosen = busy(kvio, shape, lanes, loads)
-    for other in (1, 2, 4, 8, 16, 32):
+    for other in (1, 2, 4, 8, 16, 32, wave):
         step_bytes = other * shape.package_bytes
-        if other < 32 and step_bytes < min(kvio.LINE_BYTES, unit_bytes):
+        if other < wave and step_bytes < min(kvio.LINE_BYTES, unit_bytes):
             continue
         for _, other_loads in register_kernel.KERNELS:
             assert busy(kvio, shape, other, other_loads) <= chosen * 1.002
@@ -86,11 +89,11 @@ def test_skew_reaches_from_any_aligned_start_back_to_where_a_step_may_begin(kvio
     assert skews.max() == kvio.max_skew(in_cpp(kvio, shape), lanes)
 
 
-@given(shapes(), st.integers(0, 127), st.booleans())
-def test_one_unit_is_read_once_and_each_of_its_lines_in_one_step(kvio, shape, place, by_dst):
+@given(shapes(), waves, st.integers(0, 127), st.booleans())
+def test_one_unit_is_read_once_and_each_of_its_lines_in_one_step(kvio, shape, wave, place, by_dst):
     """Lines are those of the side that the plan names; the other side may lie anywhere."""
     unit = in_cpp(kvio, shape)
-    split = kvio.choose_lane_split(unit)
+    split = kvio.choose_lane_split(unit, wave)
     plan = SimpleNamespace(
         package_bytes=shape.package_bytes,
         packages=shape.packages,
@@ -103,7 +106,7 @@ def test_one_unit_is_read_once_and_each_of_its_lines_in_one_step(kvio, shape, pl
     elsewhere = (1 << 30) + shape.package_bytes
     ends = (start, elsewhere) if by_dst else (elsewhere, start)
     dst, src = (np.array([address]) for address in ends)
-    steps = list(register_kernel.copy_units(plan, dst, src, np.array([True])))
+    steps = list(register_kernel.copy_units(plan, dst, src, np.array([True]), wave))
 
     moved = register_kernel.bytes_moved(steps)
     expected = np.arange(shape.packages * shape.package_bytes)

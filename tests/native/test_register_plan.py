@@ -10,6 +10,20 @@ from native import register_kernel
 from native.pools import Buffer, Transfer, index_array, layer_elements, transfers, with_bad_entries
 
 DIRECTIONS = (("cpu", "gpu"), ("gpu", "cpu"), ("gpu", "gpu"))
+PLATFORMS = ("cuda", "rocm")
+
+
+def policy_of(kvio, platform):
+    return kvio.register_policy(getattr(kvio.Platform, platform))
+
+
+def blocks_of(policy, direction):
+    """Most blocks of a grid, direction (dst, src), on a GPU of 132 SMs."""
+    return {
+        ("gpu", "gpu"): 132,
+        ("gpu", "cpu"): policy.read_blocks,
+        ("cpu", "gpu"): policy.write_blocks,
+    }[direction]
 
 
 def small_policy(kvio):
@@ -36,22 +50,24 @@ def wanted_bytes(case, positions=slice(None)):
 
 def moved_bytes(kvio, case, positions=slice(None), policy=None):
     request = case.request(kvio)
+    policy = policy or kvio.RegisterPolicy()
     moves = []
     for group in request.groups:
         dst, src = case.dst_indices[positions], case.src_indices[positions]
-        plan = kvio.make_register_plan(
-            request, group, range=len(dst), policy=policy or kvio.RegisterPolicy()
-        )
-        moves.extend(register_kernel.launch(plan, group, dst, src))
+        plan = kvio.make_register_plan(request, group, range=len(dst), policy=policy)
+        shape = (policy.warps_per_block, policy.wave_lanes)
+        moves.extend(register_kernel.launch(plan, group, dst, src, *shape))
     return register_kernel.bytes_moved(moves)
 
 
 gpu_transfers = transfers(devices=DIRECTIONS, long_rows=True)
 
 
-@given(gpu_transfers)
-def test_every_byte_of_every_wanted_row_is_moved_once(kvio, case):
-    assert np.array_equal(moved_bytes(kvio, case), wanted_bytes(case))
+@pytest.mark.parametrize("platform", PLATFORMS)
+@given(case=gpu_transfers)
+def test_every_byte_of_every_wanted_row_is_moved_once(kvio, platform, case):
+    moved = moved_bytes(kvio, case, policy=policy_of(kvio, platform))
+    assert np.array_equal(moved, wanted_bytes(case))
 
 
 @given(gpu_transfers)
@@ -259,7 +275,14 @@ def test_lines_are_those_of_the_host_side(kvio, direction, by_dst):
 
 
 def plan_of_many(
-    kvio, row_bytes, num_indices, *, direction=("gpu", "cpu"), num_blocks=0, num_buffers=1
+    kvio,
+    row_bytes,
+    num_indices,
+    *,
+    direction=("gpu", "cpu"),
+    num_blocks=0,
+    num_buffers=1,
+    policy=None,
 ):
     """A plan for packed rows of pools of which only sizes and strides exist."""
     none = kvio.Tensor.of_buffer(index_array([]), device="gpu")
@@ -271,7 +294,13 @@ def plan_of_many(
         for place, device in zip((40, 50), direction, strict=True)
     )
     request = kvio.make_transfer_request(dst, src, none, none, row_ndim=1, num_blocks=num_blocks)
-    return kvio.make_register_plan(request, request.groups[0], range=num_indices, num_sms=132)
+    return kvio.make_register_plan(
+        request,
+        request.groups[0],
+        range=num_indices,
+        num_sms=132,
+        policy=policy or kvio.RegisterPolicy(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,8 +332,7 @@ def test_grids_stay_within_what_was_asked_and_what_there_is_to_do(
     )
     policy = kvio.RegisterPolicy()
     items = -(-plan.units // plan.units_per_item) * num_buffers
-    chosen = 132 if direction == ("gpu", "gpu") else policy.link_blocks
-    most = num_blocks or chosen
+    most = num_blocks or blocks_of(policy, direction)
     assert 1 <= plan.num_blocks <= most
     assert plan.num_blocks == max(1, min(most, -(-items // policy.warps_per_block)))
 
@@ -323,10 +351,50 @@ def test_items_are_short_only_while_warps_lack_work(
     assert plan.units_per_item in (1, 2, 4, 8, 16, 32)
     if plan.units_per_item == 32:
         return
-    blocks = 132 if direction == ("gpu", "gpu") else policy.link_blocks
+    blocks = blocks_of(policy, direction)
     doubled = 2 * plan.units_per_item
     assert doubled * plan.dst.piece_bytes > policy.bytes_per_warp_step
     assert -(-plan.units // doubled) * num_buffers < 2 * blocks * policy.warps_per_block
+
+
+@pytest.mark.parametrize(
+    ("platform", "direction", "blocks"),
+    [
+        ("cuda", ("gpu", "cpu"), 4),
+        ("cuda", ("cpu", "gpu"), 4),
+        ("cuda", ("gpu", "gpu"), 132),
+        ("rocm", ("gpu", "cpu"), 16),
+        ("rocm", ("cpu", "gpu"), 4),
+        ("rocm", ("gpu", "gpu"), 132),
+    ],
+)
+def test_grids_of_a_long_call_are_the_platforms_unless_the_caller_says(
+    kvio, platform, direction, blocks
+):
+    """Also one after the other: nothing of an earlier call is kept."""
+    policy = policy_of(kvio, platform)
+    for num_blocks, expected in ((0, blocks), (7, 7), (200, 200), (0, blocks)):
+        plan = plan_of_many(
+            kvio, 512, 1 << 18, direction=direction, num_blocks=num_blocks, policy=policy
+        )
+        assert plan.num_blocks == expected
+
+
+def test_platforms_differ_in_one_table(kvio):
+    table = {p: kvio.policy_of(getattr(kvio.Platform, p)) for p in PLATFORMS}
+    assert [(p.wave_lanes, p.read_blocks) for p in table.values()] == [(32, 4), (64, 16)]
+    assert [(p.write_blocks, p.planned_blocks) for p in table.values()] == [(4, 8), (4, 16)]
+    assert [p.wave_copy for p in table.values()] == [False, True]
+    for name, row in table.items():
+        policy = policy_of(kvio, name)
+        assert policy.wave_lanes * policy.warps_per_block == 512, "threads of a block"
+        assert policy.max_units_per_item == row.wave_lanes, "a lane works out one address"
+        assert policy.bytes_per_warp_step == row.wave_lanes * 256
+    assert vars_of(policy_of(kvio, "cuda")) == vars_of(kvio.RegisterPolicy())
+
+
+def vars_of(policy):
+    return {n: getattr(policy, n) for n in dir(policy) if not n.startswith("_")}
 
 
 @pytest.mark.parametrize(
