@@ -41,6 +41,14 @@ int shared_memory_limit(const char* op, int device) {
   return bytes.of(op, device);
 }
 
+void allow_shared_memory(const char* op, const void* kernel, int device, int bytes, std::atomic<bool>* allowed) {
+  if (allowed[device].load(std::memory_order_acquire)) return;
+  const RelaxedCapture relaxed;  // it loads the kernel
+  check(op, "raising a kernel's shared memory",
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  allowed[device].store(true, std::memory_order_release);
+}
+
 GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
   static DeviceAttribute major(cudaDevAttrComputeCapabilityMajor);
   GpuFacts gpu;

@@ -1,5 +1,6 @@
 #include "gpu/swap_in.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "error.h"
@@ -15,7 +16,7 @@ namespace kvio::gpu {
 namespace {
 
 constexpr int64_t kMaxPiecesOfRequest = int64_t{1} << 26;
-constexpr int64_t kStaticSharedBytes = 1024;  // what the kernel has besides its workspace, and the system's share
+constexpr int64_t kMaxSteps = int64_t{1} << 31;
 
 // Kernels number the pieces of a request's rows in 26 bits, those of 16 buffers in 30.
 void check_pieces(const char* op, const SwapInPools& pools, int64_t misses) {
@@ -35,52 +36,67 @@ void translate_pools(const char* op, SwapInPools* pools) {
   });
 }
 
-// Rows of one geometry in 16-byte packages (any rows, by the wave copy), few buffers, few requests: those who resolve
-// can copy as well.
-std::optional<FusedCopy> fused_copy_of(const SwapInRequest& request, int device) {
-  if (!request.pools.moves_bytes() || request.batch > SwapInPolicy().fused_batch) return std::nullopt;
-  if (request.pools.num_blocks > 0) return std::nullopt;
-  const BufferGroup* only = nullptr;
+// What those who resolve copy: everything of few requests, and little of many. Nothing where the caller says how many
+// blocks copy, or where there are more buffers than one launch takes.
+FusedCopy fused_copy_of(const SwapInRequest& request, int device) {
+  const SwapInPolicy policy;
+  FusedCopy copy;
+  if (!request.pools.moves_bytes() || request.pools.num_blocks > 0) return copy;
+  int64_t row_bytes = 0;
+  int64_t steps = 0;
   for (const BufferGroup& group : request.pools.groups) {
     if (group.dst.row_bytes() == 0) continue;
-    if (only != nullptr || group.dst_base.size() > kMaxSwapInBuffers) return std::nullopt;
-    only = &group;
+    if (copy.groups.size() == kMaxFusedGroups || group.dst_base.size() > kMaxSwapInBuffers) return FusedCopy();
+    copy.groups.push_back(&group);
+    const int64_t buffers = static_cast<int64_t>(group.dst_base.size());
+    row_bytes += group.dst.row_bytes() * buffers;
+    steps =
+        std::max(steps, request.top_k * group.dst.num_pieces * buffers * make_fused_copy_plan(group, kPolicy).steps);
   }
-  FusedCopy copy{only, make_fused_copy_plan(*only, kPolicy), 1};
-  if (copy.plan.package_bytes < 16) return std::nullopt;
+  if (steps >= kMaxSteps) return FusedCopy();
+  if (request.batch > policy.fused_batch) {
+    copy.up_to_misses = policy.fused_bytes / row_bytes;
+    return copy;
+  }
+  copy.up_to_misses = request.top_k;
   const bool has_clusters = gpu_facts("swap_in", device, nullptr, false).compute_major >= 9;
   copy.cluster_ctas = cluster_ctas_for(request.batch, sm_count("swap_in", device), has_clusters);
   return copy;
 }
 
-// A plan of the call's own, where the caller asked for none. The memory is the result.
-torch::stable::Tensor make_plan(SwapInRequest* request, int device) {
-  const int64_t entries = request->batch * request->top_k;
-  torch::stable::Tensor memory = device_bytes(entries * 12 + request->batch * 4, device);
+// A plan of the call's own, where the caller asked for none, and the misses that are left of each request. The memory
+// is the result.
+torch::stable::Tensor make_plan(SwapInRequest* request, FusedCopy* copy, int device) {
+  const int64_t entries = request->plan ? 0 : request->batch * request->top_k;
+  torch::stable::Tensor memory = device_bytes(entries * 12 + request->batch * 8, device);
   char* base = static_cast<char*>(memory.data_ptr());
-  RecordedPlan plan;
-  plan.miss_src = {reinterpret_cast<int64_t*>(base), request->top_k};
-  plan.miss_dst = {reinterpret_cast<int32_t*>(base + entries * 8), request->top_k};
-  plan.miss_count = {reinterpret_cast<int32_t*>(base + entries * 12), 1};
-  request->plan = plan;
+  if (!request->plan) {
+    RecordedPlan plan;
+    plan.miss_src = {reinterpret_cast<int64_t*>(base), request->top_k};
+    plan.miss_dst = {reinterpret_cast<int32_t*>(base + entries * 8), request->top_k};
+    plan.miss_count = {reinterpret_cast<int32_t*>(base + entries * 12), 1};
+    request->plan = plan;
+  }
+  copy->left = reinterpret_cast<int32_t*>(base + entries * 12) + request->batch;
   return memory;
 }
 
-void replay(const CopyPlannedRequest& request, FaultRecord* fault, Stream stream) {
+void replay(const CopyPlannedRequest& request, bool follows_resolve, FaultRecord* fault, Stream stream) {
   for (const BufferGroup& group : request.pools.groups) {
     if (group.dst.row_bytes() == 0) continue;
-    launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), fault, stream);
+    launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), follows_resolve, fault, stream);
+    follows_resolve = false;
   }
 }
 
-CopyPlannedRequest replay_of(const SwapInRequest& request) {
+CopyPlannedRequest replay_of(const SwapInRequest& request, const int32_t* left) {
   CopyPlannedRequest copy;
   copy.pools = request.pools;
   copy.batch = request.batch;
   copy.max_misses = request.top_k;
   copy.plan.miss_src = {request.plan->miss_src.data, request.plan->miss_src.stride};
   copy.plan.miss_dst = {request.plan->miss_dst.data, request.plan->miss_dst.stride};
-  copy.plan.miss_count = {request.plan->miss_count.data, request.plan->miss_count.stride};
+  copy.plan.miss_count = {left, 1};
   copy.num_real_reqs = request.num_real_reqs;
   return copy;
 }
@@ -100,18 +116,20 @@ void swap_in(SwapInRequest* request) {
 
   // Allocating spoils the graph that another thread captures, unless this thread says that it knows better.
   const RelaxedCapture relaxed;
-  Scratch scratch;
+  const int64_t most_shared = most_workspace_bytes(device);
+  const WorkspaceLayout layout = lay_out_workspace(request->top_k, request->hot_buffer_size, most_shared);
+  FusedCopy copy = fused_copy_of(*request, device);
   std::optional<torch::stable::Tensor> tables;
-  const int64_t needed = workspace_bytes(request->top_k, request->hot_buffer_size, hash_bits_for(request->top_k));
-  if (needed + kStaticSharedBytes > shared_memory_limit(op, device)) {
-    tables = device_bytes(needed * request->batch, device);
-    scratch = {static_cast<char*>(tables->data_ptr()), needed};
+  if (layout.bytes > most_shared) {
+    tables = device_bytes(layout.bytes * request->batch, device);
+    copy.cluster_ctas = 1;
   }
-  const std::optional<FusedCopy> fused = fused_copy_of(*request, device);
   std::optional<torch::stable::Tensor> plan;
-  if (!fused && request->pools.moves_bytes() && !request->plan) plan = make_plan(request, device);
-  launch_resolve(*request, scratch, fused ? &*fused : nullptr, fault, device, stream);
-  if (!fused && request->pools.moves_bytes()) replay(replay_of(*request), fault, stream);
+  const bool replays = request->pools.moves_bytes() && copy.up_to_misses < request->top_k;
+  if (replays) plan = make_plan(request, &copy, device);
+  char* scratch = tables ? static_cast<char*>(tables->data_ptr()) : nullptr;
+  launch_resolve(*request, layout, scratch, copy, fault, device, stream);
+  if (replays) replay(replay_of(*request, copy.left), true, fault, stream);
 }
 
 void copy_planned(CopyPlannedRequest* request) {
@@ -122,7 +140,7 @@ void copy_planned(CopyPlannedRequest* request) {
   if (request->batch == 0 || !request->pools.moves_bytes()) return;
   check_pieces(op, request->pools, request->max_misses);
   translate_pools(op, &request->pools);
-  replay(*request, fault_record(op, device), current_stream(op, device));
+  replay(*request, false, fault_record(op, device), current_stream(op, device));
 }
 
 }  // namespace kvio::gpu

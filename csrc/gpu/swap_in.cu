@@ -10,14 +10,12 @@
 // * Rows of many requests at once would be spread over the whole host pool, where address translation holds reads to a
 //   third of the link. So a large batch is resolved first, and few CTAs then copy request by request.
 
-#ifndef KVIO_ROCM
-#include <cooperative_groups.h>
-#endif
-
 #include <algorithm>
+#include <atomic>
 
 #include "gpu/addressing.cuh"
 #include "gpu/copy_rows.cuh"
+#include "gpu/device_facts.h"
 #include "gpu/fault.h"
 #include "gpu/fault_device.cuh"
 #include "gpu/swap_in_kernels.h"
@@ -36,10 +34,12 @@ struct Rooms {
   Side dst;  // without indices
   Side src;
   FastDivide pieces;
+  FastDivide steps;  // of a unit, by those who resolve
   UnitCut cut;
   char* dst_base[kMaxSwapInBuffers];
   const char* src_base[kMaxSwapInBuffers];
   uint32_t num_buffers;
+  uint32_t width;  // of a package, bytes
 };
 
 struct DeviceEnv {
@@ -50,6 +50,12 @@ struct DeviceEnv {
     return atomicCAS(at, expected, value);
   }
   __device__ __forceinline__ void lower(int32_t* at, int32_t value) const { atomicMin(at, value); }
+  // All lanes of a wave vote on things that follow each other, the first a multiple of the wave.
+  __device__ __forceinline__ int32_t vote(uint32_t* words, int32_t at, bool flag, const Thread&) const {
+    const auto votes = ballot(flag);
+    if ((threadIdx.x & 31) == 0) words[at >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
+    return ones(votes);
+  }
   __device__ __forceinline__ void fault(SwapInArgument argument, int64_t position, int64_t value, int64_t limit) const {
     record_fault(record, op + static_cast<int32_t>(argument), position, value, limit);
   }
@@ -82,155 +88,215 @@ __device__ __forceinline__ void copy_misses(const Rooms& rooms, uint32_t buffer,
   copy_rows<kWidth, kUnits, kLoads>(rooms.cut, units, lane);
 }
 
-// Units of an item: as many as a warp takes at once, but fewer where there would not be an item for every warp.
-__device__ __forceinline__ uint32_t units_per_item(uint32_t units, uint32_t warps) {
-  uint32_t each = kWave;
-  while (each > 1 && (units + each - 1) / each < 2 * warps) each /= 2;
-  return each;
+// Units of an item: so many that all warps have equally many items, and no item leaves lanes without a unit that could
+// have had one. `pass`: units that a warp has in flight.
+__device__ __forceinline__ uint32_t units_per_item(uint32_t units, uint32_t warps, uint32_t pass) {
+  const uint32_t rounds = (units + kWave * warps - 1) / (kWave * warps);
+  const uint32_t each = max(1u, (units + rounds * warps - 1) / (rounds * warps));
+  return each <= pass ? each : min(kWave, (each + pass - 1) / pass * pass);
 }
 
 // ---- resolving ------------------------------------------------------------------------------------------------------
 
 struct ResolveLaunch {
   ResolveParams p;
-  Rooms rooms;
+  Rooms rooms[kMaxFusedGroups];
   FaultRecord* fault;
   int64_t fault_op;
   char* scratch;  // null: the workspace is in shared memory
-  int64_t scratch_bytes;
-  bool copies;
+  int32_t* left;  // [batch] misses that are left to copy_planned; null: none ever are
+  int32_t num_rooms;
+  int32_t ranks;       // CTAs of a request, a cluster
+  int32_t copy_up_to;  // misses that these CTAs copy; a request that has more leaves them all
 };
 
-__device__ __forceinline__ Tally sum_of(const Tally& a, const Tally& b) {
-  return {a.hits + b.hits, a.misses + b.misses};
-}
-
-__device__ __forceinline__ Tally inclusive_in_warp(Tally tally, uint32_t lane) {
-#pragma unroll
-  for (uint32_t step = 1; step < kWave; step *= 2) {
-    const Tally before = {shuffle_up(tally.hits, step), shuffle_up(tally.misses, step)};
-    if (lane >= step) tally = sum_of(tally, before);
-  }
-  return tally;
-}
-
-// Tallies of all threads before this one, and of all threads. Two barriers.
+// Tallies of all waves before this one, and of all waves: `mine` is the same in all lanes. One barrier.
 __device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
-  constexpr uint32_t kWarps = kResolveThreads / kWave;
-  __shared__ Tally sums[kWarps];
+  constexpr uint32_t kWaves = kResolveThreads / kWave;
+  __shared__ uint32_t sums[kWaves];
   const uint32_t lane = threadIdx.x % kWave;
-  const uint32_t warp = threadIdx.x / kWave;
-  const Tally here = inclusive_in_warp(mine, lane);
-  if (lane == kWave - 1) sums[warp] = here;
+  const uint32_t wave = threadIdx.x / kWave;
+  // Both are below 2^15, of all waves too.
+  if (lane == 0) sums[wave] = static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
   __syncthreads();
-  if (warp == 0) {
-    // Of as many lanes as there are warps; all lanes must take part.
-    const Tally sum = inclusive_in_warp(sums[lane % kWarps], lane);
-    if (lane < kWarps) sums[lane] = sum;
+  uint32_t sum = lane < kWaves ? sums[lane] : 0;
+#pragma unroll
+  for (uint32_t step = 1; step < kWaves; step *= 2) {
+    const uint32_t before = shuffle_up(sum, step);
+    if (lane >= step) sum += before;
   }
-  __syncthreads();
-  *all = sums[kWarps - 1];
-  Tally before = {here.hits - mine.hits, here.misses - mine.misses};
-  if (warp > 0) before = sum_of(before, sums[warp - 1]);
-  return before;
+  const uint32_t total = shuffle(sum, kWaves - 1);
+  const uint32_t before = wave > 0 ? shuffle(sum, wave - 1) : 0;
+  *all = {static_cast<int32_t>(total >> 16), static_cast<int32_t>(total & 0xffff)};
+  return {static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
 }
 
-__device__ __forceinline__ void answer_nothing(const ResolveParams& p, int32_t batch_row) {
-  int32_t* out = row_of(p.top_k_device_locs, batch_row);
-  for (int32_t i = threadIdx.x; i < p.top_k; i += kResolveThreads) out[i] = -1;
-  if (threadIdx.x == 0) record_misses(p, batch_row, 0);
-}
-
-// Resolves a row of the batch; returns how many misses the workspace lists.
-__device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row) {
+// Resolves a row of the batch; returns how many misses the workspace lists. CTAs of a cluster do the same, and the
+// first of them writes when all have read.
+__device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row,
+                                               bool records) {
   const ResolveParams& p = launch.p;
   DeviceEnv env{launch.fault, launch.fault_op};
+  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads, static_cast<int32_t>(kWave)};
   const int64_t request = entry_of(p.req_pool_indices, batch_row);
   const int64_t seq_len = entry_of(p.seq_lens, batch_row);
-  const bool padding = p.num_real_reqs != nullptr && batch_row >= *p.num_real_reqs;
+  const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
+  const Selected selected = select(p, batch_row, t.number, t);
+  clear(p, w, t);
+  __syncthreads();
+  const bool padding = batch_row >= real;
   const bool unknown = request < 0 || request >= p.pool_slots;
-  if (padding || unknown) {
-    if (!padding && threadIdx.x == 0) env.fault(SwapInArgument::kRequest, batch_row, request, p.pool_slots);
-    answer_nothing(p, batch_row);
-    return 0;
-  }
-  const Job job{batch_row, request, seq_len};
-  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads};
-  if (seq_len <= p.hot_slots && p.device_locs.data == nullptr) {
+  const Job job{batch_row, request, seq_len, records};
+  if (padding || unknown || (seq_len <= p.hot_slots && p.device_locs.data == nullptr)) {
+    if (!records) return 0;
     int32_t* out = row_of(p.top_k_device_locs, batch_row);
-    for (int32_t i = t.number; i < p.top_k; i += t.count) out[i] = direct_result(env, p, job, i);
-    if (t.number == 0) record_misses(p, batch_row, 0);
+    for (int32_t i = t.number; i < p.top_k; i += t.count) {
+      out[i] = padding || unknown ? -1 : direct_result(env, p, job, i);
+    }
+    if (t.number == 0) {
+      record_misses(p, batch_row, 0);
+      if (!padding && unknown) env.fault(SwapInArgument::kRequest, batch_row, request, p.pool_slots);
+    }
     return 0;
   }
-  stage(env, p, w, job, t);
+  const Fetched fetched = fetch(p, job, t);
+  insert(env, p, w, job, selected, t);
   __syncthreads();
-  insert(env, p, w, t);
+  mark(env, p, w, job, fetched, t);
   __syncthreads();
-  mark(env, p, w, job, t);
-  __syncthreads();
+  const Tally mine = vote(env, p, w, job, fetched, t);
+  if (launch.ranks > 1) cluster_arrive();
   Tally all;
-  const Tally before = sum_before(count(env, p, w, job, t), &all);
-  order(p, w, before, all, t);
+  const Tally before = sum_before(mine, &all);
+  if (launch.ranks > 1) cluster_wait();
+  place(p, w, job, before, all, t);
   __syncthreads();
-  assign(env, p, w, job, before, all, t);
-  __syncthreads();
-  finish(p, w, job, all, t);
+  assign(env, p, w, job, all, t);
+  if (*w.repeated != 0) {
+    __syncthreads();
+    if (records) repeat(p, w, job, t);
+  }
   return all.misses;
 }
 
-// Rank 0 of a cluster resolves, all its CTAs copy.
-template <int kUnits, int kLoads>
+#ifndef KVIO_ROCM
+// Moves misses of a request, shared by groups of lanes that take a step of a unit each, kLoads of them at a time.
+template <int kWidth, int kLoads>
+__device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& w, uint32_t misses, uint32_t group,
+                                           uint32_t groups, uint32_t column) {
+  using Package = typename PackageOf<kWidth>::type;
+  const UnitCut& cut = rooms.cut;
+  const uint32_t steps_of_buffer = misses * rooms.pieces.divisor * rooms.steps.divisor;
+  const uint32_t steps = steps_of_buffer * rooms.num_buffers;
+  for (uint32_t begin = group; begin < steps; begin += groups * kLoads) {
+    Package held[kLoads] = {};
+    const char* from[kLoads];
+    char* to[kLoads];
+    uint32_t at[kLoads];  // this lane's package; wraps below 0 where it is before the unit
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      uint32_t step = begin + k * groups;
+      const bool is_step = step < steps;
+      if (!is_step) step = begin;
+      uint32_t buffer = 0;
+      while (step >= steps_of_buffer) {
+        step -= steps_of_buffer;
+        ++buffer;
+      }
+      const uint32_t unit = rooms.steps.quotient(step);
+      const uint32_t miss = rooms.pieces.quotient(unit);
+      const uint32_t piece = unit - miss * rooms.pieces.divisor;
+      const int32_t dst = w.miss_dst[miss];
+      from[k] = rooms.src_base[buffer] + offset_of(rooms.src, w.host[w.missing[miss]], piece);
+      to[k] = rooms.dst_base[buffer] + offset_of(rooms.dst, dst < 0 ? 0 : dst, piece);
+      at[k] = (step - unit * rooms.steps.divisor) * cut.lanes_per_unit + column;
+      at[k] -= (static_cast<uint32_t>(reinterpret_cast<uint64_t>(from[k])) & cut.skew_mask) / kWidth;
+      if (!is_step || dst < 0) at[k] = cut.packages + 1;
+      load_once_if(at[k] < cut.packages, held[k], from[k] + uint64_t{at[k]} * kWidth);
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      store_once_if(at[k] < cut.packages, to[k] + uint64_t{at[k]} * kWidth, held[k]);
+    }
+    if (cut.remainder == 0) continue;
+    // The lane behind the last package.
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (at[k] != cut.packages) continue;
+      copy_remainder<kWidth>(to[k] + uint64_t{at[k]} * kWidth, from[k] + uint64_t{at[k]} * kWidth, cut.remainder);
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
+                                                       uint32_t rank) {
+  for (int32_t r = 0; r < launch.num_rooms; ++r) {
+    const Rooms& rooms = launch.rooms[r];
+    const uint32_t lanes = rooms.cut.lanes_per_unit;
+    const uint32_t groups = kResolveThreads / lanes * launch.ranks;
+    uint32_t group = threadIdx.x / lanes * launch.ranks + rank;
+    // Few rows of two kinds are under way at once.
+    if (r % 2 == 1) group = groups - 1 - group;
+    const uint32_t column = threadIdx.x % lanes;
+    switch (rooms.width) {
+      case 16:
+        copy_steps<16, 4>(rooms, w, misses, group, groups, column);
+        break;
+      case 8:
+        copy_steps<8, 4>(rooms, w, misses, group, groups, column);
+        break;
+      case 4:
+        copy_steps<4, 4>(rooms, w, misses, group, groups, column);
+        break;
+      case 2:
+        copy_steps<2, 4>(rooms, w, misses, group, groups, column);
+        break;
+      default:
+        copy_steps<1, 4>(rooms, w, misses, group, groups, column);
+        break;
+    }
+  }
+}
+#else
+__device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
+                                                       uint32_t rank) {
+  const auto find = [&](uint32_t miss) { return MissPlace{w.host[w.missing[miss]], w.miss_dst[miss]}; };
+  const uint32_t warps = static_cast<uint32_t>(launch.ranks) * (kResolveThreads / kWave);
+  for (int32_t r = 0; r < launch.num_rooms; ++r) {
+    const Rooms& rooms = launch.rooms[r];
+    const uint32_t units = misses * rooms.pieces.divisor;
+    const uint32_t each = units_per_item(units * rooms.num_buffers, warps, kWave / rooms.cut.lanes_per_unit);
+    const uint32_t items = (units + each - 1) / each;
+    for (uint32_t item = (threadIdx.x / kWave) * static_cast<uint32_t>(launch.ranks) + rank;
+         item < items * rooms.num_buffers; item += warps) {
+      const uint32_t buffer = item / items;
+      const uint32_t first = (item - buffer * items) * each;
+      copy_misses<16, 1, 1>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
+    }
+  }
+}
+#endif
+
+// kShared: the workspace is in shared memory.
+template <bool kShared>
 __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __grid_constant__ ResolveLaunch launch) {
   extern __shared__ __align__(16) char shared[];
-  __shared__ int32_t num_misses;
-#if __CUDA_ARCH__ >= 900
-  namespace cg = cooperative_groups;
-  const cg::cluster_group cluster = cg::this_cluster();
-  const uint32_t rank = cluster.block_rank();
-  const uint32_t ranks = cluster.num_blocks();
-#else
-  const uint32_t rank = 0;
-  const uint32_t ranks = 1;
-#endif
+  allow_next_launch();
+  const uint32_t ranks = static_cast<uint32_t>(launch.ranks);
   const int32_t batch_row = static_cast<int32_t>(blockIdx.x / ranks);
-  char* base = launch.scratch != nullptr ? launch.scratch + batch_row * launch.scratch_bytes : shared;
-  Workspace w = workspace_at(base, launch.p);
-  if (rank == 0) {
-    const int32_t misses = resolve_row(launch, w, batch_row);
-    if (threadIdx.x == 0) num_misses = misses;
-  }
-  if (!launch.copies) return;
-  const int32_t* misses = &num_misses;
-#if __CUDA_ARCH__ >= 900
-  if (ranks > 1) {
-    __threadfence();  // a workspace that is not shared memory
-    cluster.sync();
-    misses = cluster.map_shared_rank(&num_misses, 0);
-    if (launch.scratch == nullptr) {
-      w.miss_src = cluster.map_shared_rank(w.miss_src, 0);
-      w.miss_dst = cluster.map_shared_rank(w.miss_dst, 0);
-    }
+  const uint32_t rank = blockIdx.x - static_cast<uint32_t>(batch_row) * ranks;
+  Workspace w;
+  if constexpr (kShared) {
+    w = workspace_at(shared, launch.p.layout);
   } else {
-    __syncthreads();
+    w = workspace_at(launch.scratch + int64_t{batch_row} * launch.p.layout.bytes, launch.p.layout);
   }
-#else
+  const int32_t misses = resolve_row(launch, w, batch_row, rank == 0);
+  const bool leaves = misses > launch.copy_up_to;
+  if (launch.left != nullptr && threadIdx.x == 0) launch.left[batch_row] = leaves ? misses : 0;
+  if (misses == 0 || leaves || launch.num_rooms == 0) return;
   __syncthreads();
-#endif
-  const Rooms& rooms = launch.rooms;
-  const uint32_t units = static_cast<uint32_t>(*misses) * rooms.pieces.divisor;
-  const uint32_t warps = ranks * (kResolveThreads / kWave);
-  const uint32_t each = units_per_item(units * rooms.num_buffers, warps);
-  const uint32_t items = (units + each - 1) / each;
-  const auto find = [&](uint32_t miss) { return MissPlace{w.miss_src[miss], w.miss_dst[miss]}; };
-  for (uint32_t item = (threadIdx.x / kWave) * ranks + rank; item < items * rooms.num_buffers; item += warps) {
-    const uint32_t buffer = item / items;
-    const uint32_t first = (item - buffer * items) * each;
-    copy_misses<16, kUnits, kLoads>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
-  }
-#if __CUDA_ARCH__ >= 900
-  // The others read rank 0's shared memory.
-  if (ranks > 1) cluster.sync();
-#endif
+  copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank);
 }
 
 // ---- replaying a plan -----------------------------------------------------------------------------------------------
@@ -289,6 +355,7 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
   const Rooms& rooms = launch.rooms;
   const uint32_t warps = gridDim.x * (kPlannedThreads / kWave);
   const uint32_t warp = blockIdx.x * (kPlannedThreads / kWave) + threadIdx.x / kWave;
+  await_previous_launch();
   const int32_t real =
       launch.num_real_reqs != nullptr ? max(0, min(*launch.num_real_reqs, launch.batch)) : launch.batch;
   for (int32_t begin = 0; begin < real; begin += launch.at_once) {
@@ -296,7 +363,9 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
     __syncthreads();
     const uint32_t misses = sum_misses(launch, begin, end, sums);
     const uint32_t units = misses * rooms.pieces.divisor;
-    const uint32_t each = units_per_item(units * rooms.num_buffers, warps);
+    if (units == 0) continue;
+    const uint32_t pass = kUnits * (kWave / rooms.cut.lanes_per_unit);
+    const uint32_t each = units_per_item(units * rooms.num_buffers, warps, pass);
     const uint32_t items = (units + each - 1) / each;
     const auto find = [&](uint32_t miss) {
       // The last request that begins at or before it.
@@ -344,6 +413,8 @@ Rooms make_rooms(const BufferGroup& group, size_t first, const MissCopyPlan& pla
   rooms.cut.skew_mask = static_cast<uint32_t>(plan.skew_alignment - 1);
   rooms.cut.max_skew = static_cast<uint32_t>(plan.max_skew);
   rooms.cut.skew_by_dst = false;
+  rooms.steps = FastDivide(static_cast<uint32_t>(plan.steps));
+  rooms.width = static_cast<uint32_t>(plan.package_bytes);
   const size_t count = std::min<size_t>(kMaxSwapInBuffers, group.dst_base.size() - first);
   for (size_t b = 0; b < count; ++b) {
     rooms.dst_base[b] = group.dst_base[first + b];
@@ -353,20 +424,12 @@ Rooms make_rooms(const BufferGroup& group, size_t first, const MissCopyPlan& pla
   return rooms;
 }
 
-using ResolveKernel = void (*)(ResolveLaunch);
 using PlannedKernel = void (*)(PlannedLaunch);
 
 #ifdef KVIO_ROCM
 static_assert(kPolicy.wave_copy, "kernels have one shape: the wave copy takes any row");
-ResolveKernel resolve_kernel_of(const LaneSplit&) { return swap_in_kernel<1, 1>; }
 PlannedKernel planned_kernel_of(const MissCopyPlan&) { return copy_planned_kernel<16, 1, 1>; }
 #else
-ResolveKernel resolve_kernel_of(const LaneSplit& split) {
-  if (split.units_per_lane == 4) return swap_in_kernel<4, 1>;
-  if (split.units_per_lane == 2) return swap_in_kernel<2, 2>;
-  return swap_in_kernel<1, 4>;
-}
-
 PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
   switch (plan.package_bytes) {
     case 8:
@@ -388,7 +451,7 @@ PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
 }
 #endif
 
-ResolveParams resolve_params(const SwapInRequest& r) {
+ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layout) {
   ResolveParams p{};
   p.top_k_tokens = r.top_k_tokens;
   p.device_buffer_tokens = r.device_buffer_tokens;
@@ -407,40 +470,48 @@ ResolveParams resolve_params(const SwapInRequest& r) {
   p.device_slots = r.pools.device_limit.slots;
   p.top_k = static_cast<int32_t>(r.top_k);
   p.hot_slots = static_cast<int32_t>(r.hot_buffer_size);
-  p.hash_bits = hash_bits_for(r.top_k);
+  p.layout = layout;
   return p;
 }
 
 }  // namespace
 
-void launch_resolve(const SwapInRequest& request, const Scratch& scratch, const FusedCopy* copy, FaultRecord* fault,
-                    int device, Stream stream) {
+int64_t most_workspace_bytes(int device) {
+  constexpr int64_t kStaticBytes = 1024;  // what the kernel has besides, and the system's share
+  return shared_memory_limit("swap_in", device) - kStaticBytes;
+}
+
+void launch_resolve(const SwapInRequest& request, const WorkspaceLayout& layout, char* scratch, const FusedCopy& copy,
+                    FaultRecord* fault, int device, Stream stream) {
   ResolveLaunch launch{};
-  launch.p = resolve_params(request);
+  launch.p = resolve_params(request, layout);
   launch.fault = fault;
   launch.fault_op = static_cast<int64_t>(FaultOp::kSwapIn);
-  launch.scratch = scratch.data;
-  launch.scratch_bytes = scratch.bytes;
-  launch.copies = copy != nullptr;
-  if (copy != nullptr) launch.rooms = make_rooms(*copy->group, 0, copy->plan);
-  const ResolveKernel kernel = resolve_kernel_of(copy != nullptr ? copy->plan.split : LaneSplit{0, 1, 4});
-  const int64_t shared =
-      scratch.data != nullptr ? 0 : workspace_bytes(request.top_k, request.hot_buffer_size, launch.p.hash_bits);
-  const void* function = reinterpret_cast<const void*>(kernel);
-  if (shared > (48 << 10)) {
-    const RelaxedCapture relaxed;  // it loads the kernel
-    check("swap_in", "raising the kernel's shared memory",
-          cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  launch.scratch = scratch;
+  launch.left = copy.left;
+  launch.ranks = static_cast<int32_t>(copy.cluster_ctas);
+  launch.copy_up_to = static_cast<int32_t>(copy.up_to_misses);
+  for (const BufferGroup* group : copy.groups) {
+    launch.rooms[launch.num_rooms++] = make_rooms(*group, 0, make_fused_copy_plan(*group, kPolicy));
   }
-  const unsigned ctas = copy != nullptr ? static_cast<unsigned>(copy->cluster_ctas) : 1;
+  const bool is_shared = scratch == nullptr;
+  const void* kernel = is_shared ? reinterpret_cast<const void*>(swap_in_kernel<true>)
+                                 : reinterpret_cast<const void*>(swap_in_kernel<false>);
+  if (is_shared) {
+    static std::atomic<bool> allowed[kMaxDevices];
+    allow_shared_memory("swap_in", kernel, device, static_cast<int>(most_workspace_bytes(device)), allowed);
+  }
   void* arguments[] = {&launch};
-  check("swap_in", "launching the swap-in kernel",
-        launch_kernel(function, static_cast<unsigned>(request.batch) * ctas, kResolveThreads, arguments,
-                      static_cast<size_t>(shared), stream, ctas));
+  LaunchShape shape;
+  shape.blocks = static_cast<unsigned>(request.batch * copy.cluster_ctas);
+  shape.threads = kResolveThreads;
+  shape.shared_bytes = is_shared ? static_cast<size_t>(layout.bytes) : 0;
+  shape.cluster = static_cast<unsigned>(copy.cluster_ctas);
+  check("swap_in", "launching the swap-in kernel", launch_kernel(kernel, shape, arguments, stream));
 }
 
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
-                         FaultRecord* fault, Stream stream) {
+                         bool follows_resolve, FaultRecord* fault, Stream stream) {
   PlannedLaunch launch{};
   launch.miss_src = request.plan.miss_src;
   launch.miss_dst = request.plan.miss_dst;
@@ -458,9 +529,12 @@ void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& g
   for (size_t first = 0; first < group.dst_base.size(); first += kMaxSwapInBuffers) {
     launch.rooms = make_rooms(group, first, plan);
     void* arguments[] = {&launch};
+    LaunchShape shape;
+    shape.blocks = static_cast<unsigned>(blocks);
+    shape.threads = kPlannedThreads;
+    shape.early = follows_resolve && first == 0;
     check("copy_planned", "launching the copy kernel",
-          cudaLaunchKernel(reinterpret_cast<const void*>(planned_kernel_of(plan)), dim3(static_cast<unsigned>(blocks)),
-                           dim3(kPlannedThreads), arguments, 0, stream));
+          launch_kernel(reinterpret_cast<const void*>(planned_kernel_of(plan)), shape, arguments, stream));
   }
 }
 

@@ -35,6 +35,12 @@ struct HostEnv {
     return before;
   }
   void lower(int32_t* at, int32_t value) const { *at = std::min(*at, value); }
+  // A thread counts its own vote.
+  int32_t vote(uint32_t* words, int32_t at, bool flag, const Thread&) const {
+    const uint32_t bit = 1u << (at & 31);
+    words[at >> 5] = flag ? words[at >> 5] | bit : words[at >> 5] & ~bit;
+    return flag ? 1 : 0;
+  }
   void fault(SwapInArgument argument, int64_t position, int64_t value, int64_t limit) const {
     faults->emplace_back(static_cast<int>(argument), position, value, limit);
   }
@@ -43,17 +49,18 @@ struct HostEnv {
 // Threads of a CTA, and their order in each step.
 class Cta {
  public:
-  Cta(int32_t count, uint64_t seed) : order_(static_cast<size_t>(count)), random_(seed) {
+  Cta(int32_t count, int32_t wave, uint64_t seed) : wave_(wave), order_(static_cast<size_t>(count)), random_(seed) {
     std::iota(order_.begin(), order_.end(), 0);
   }
 
   template <class Step>
   void all(Step step) {
     std::shuffle(order_.begin(), order_.end(), random_);
-    for (const int32_t number : order_) step(Thread{number, static_cast<int32_t>(order_.size())});
+    for (const int32_t number : order_) step(Thread{number, static_cast<int32_t>(order_.size()), wave_});
   }
 
  private:
+  int32_t wave_;
   std::vector<int32_t> order_;
   std::mt19937_64 random_;
 };
@@ -65,31 +72,44 @@ Rows<T> rows_at(const Address& at) {
   return {reinterpret_cast<T*>(std::get<0>(at)), std::get<1>(at)};
 }
 
-std::vector<Tally> sums_before(const std::vector<Tally>& tallies, Tally* all) {
+// Of the waves before each thread's.
+std::vector<Tally> sums_before(const std::vector<Tally>& tallies, int32_t wave, Tally* all) {
   std::vector<Tally> before;
   *all = Tally();
+  Tally of_waves{};
   for (const Tally& tally : tallies) {
-    before.push_back(*all);
+    if (before.size() % static_cast<size_t>(wave) == 0) of_waves = *all;
+    before.push_back(of_waves);
     all->hits += tally.hits;
     all->misses += tally.misses;
   }
   return before;
 }
 
-int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, uint64_t seed,
-                std::vector<Fault>* faults) {
+int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, int32_t wave,
+                uint64_t seed, std::vector<Fault>* faults) {
   HostEnv env{faults};
-  Cta cta(threads, seed);
-  std::vector<Tally> tallies(static_cast<size_t>(threads));
-  cta.all([&](const Thread& t) { gpu::stage(env, p, w, job, t); });
-  cta.all([&](const Thread& t) { gpu::insert(env, p, w, t); });
-  cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, t); });
-  cta.all([&](const Thread& t) { tallies[static_cast<size_t>(t.number)] = gpu::count(env, p, w, job, t); });
+  Cta cta(threads, wave, seed);
+  const size_t count = static_cast<size_t>(threads);
+  std::vector<gpu::Selected> selected(count);
+  std::vector<gpu::Fetched> fetched(count);
+  std::vector<Tally> tallies(count);
+  const auto of = [](auto& values, const Thread& t) -> auto& { return values[static_cast<size_t>(t.number)]; };
+  cta.all([&](const Thread& t) {
+    of(selected, t) = gpu::select(p, job.batch_row, t.number, t);
+    gpu::clear(p, w, t);
+  });
+  cta.all([&](const Thread& t) {
+    of(fetched, t) = gpu::fetch(p, job, t);
+    gpu::insert(env, p, w, job, of(selected, t), t);
+  });
+  cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, of(fetched, t), t); });
+  cta.all([&](const Thread& t) { of(tallies, t) = gpu::vote(env, p, w, job, of(fetched, t), t); });
   Tally all;
-  const std::vector<Tally> before = sums_before(tallies, &all);
-  cta.all([&](const Thread& t) { gpu::order(p, w, before[static_cast<size_t>(t.number)], all, t); });
-  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, before[static_cast<size_t>(t.number)], all, t); });
-  cta.all([&](const Thread& t) { gpu::finish(p, w, job, all, t); });
+  const std::vector<Tally> before = sums_before(tallies, wave, &all);
+  cta.all([&](const Thread& t) { gpu::place(p, w, job, of(before, t), all, t); });
+  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, all, t); });
+  if (*w.repeated != 0 && job.records) cta.all([&](const Thread& t) { gpu::repeat(p, w, job, t); });
   return all.misses;
 }
 
@@ -102,7 +122,7 @@ void bind_swap_in_steps(py::module_& m) {
          bool wide_host_locs, const Address& lru, const Address& out, const Address& device_locs,
          const Address& miss_src, const Address& miss_dst, const Address& miss_count, int64_t host_slots,
          int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, int64_t request,
-         int64_t seq_len, int32_t threads, uint64_t seed) {
+         int64_t seq_len, bool records, int32_t threads, int32_t wave, int64_t most_bytes, uint64_t seed) {
         ResolveParams p{};
         p.top_k_tokens = rows_at<const int32_t>(top_k_tokens);
         p.device_buffer_tokens = rows_at<int32_t>(tokens);
@@ -121,12 +141,11 @@ void bind_swap_in_steps(py::module_& m) {
         p.max_len = max_len;
         p.top_k = top_k;
         p.hot_slots = hot_slots;
-        p.hash_bits = gpu::hash_bits_for(top_k);
-        std::vector<char> memory(static_cast<size_t>(gpu::workspace_bytes(top_k, hot_slots, p.hash_bits)) + 16,
-                                 static_cast<char>(0x5a));
+        p.layout = gpu::lay_out_workspace(top_k, hot_slots, most_bytes);
+        std::vector<char> memory(static_cast<size_t>(p.layout.bytes) + 16, static_cast<char>(0x5a));
         char* base = memory.data() + (16 - reinterpret_cast<uint64_t>(memory.data()) % 16) % 16;
-        const Workspace w = gpu::workspace_at(base, p);
-        const Job job{batch_row, request, seq_len};
+        const Workspace w = gpu::workspace_at(base, p.layout);
+        const Job job{batch_row, request, seq_len, records};
         std::vector<Fault> faults;
         std::vector<std::tuple<int64_t, int32_t>> moves;
         if (seq_len <= hot_slots && p.device_locs.data == nullptr) {
@@ -136,8 +155,8 @@ void bind_swap_in_steps(py::module_& m) {
           }
           gpu::record_misses(p, batch_row, 0);
         } else {
-          const int32_t misses = resolve(p, w, job, threads, seed, &faults);
-          for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
+          const int32_t misses = resolve(p, w, job, threads, wave, seed, &faults);
+          for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.host[w.missing[miss]], w.miss_dst[miss]);
         }
         return std::make_tuple(moves, faults);
       },
@@ -145,7 +164,8 @@ void bind_swap_in_steps(py::module_& m) {
       py::arg("wide_host_locs"), py::arg("lru"), py::arg("out"), py::arg("device_locs"), py::arg("miss_src"),
       py::arg("miss_dst"), py::arg("miss_count"), py::arg("host_slots"), py::arg("device_slots"), py::arg("max_len"),
       py::arg("top_k"), py::arg("hot_slots"), py::arg("batch_row"), py::arg("request"), py::arg("seq_len"),
-      py::arg("threads"), py::arg("seed"), "((host location, device location) of each miss, faults)");
+      py::arg("records"), py::arg("threads"), py::arg("wave"), py::arg("most_bytes"), py::arg("seed"),
+      "((host location, device location) of each miss, faults)");
 }
 
 }  // namespace kvio
