@@ -43,21 +43,29 @@ struct Rooms {
 };
 
 struct DeviceEnv {
-  FaultRecord* record;
-  int64_t op;
+  // The last fault of this thread, which is passed on at the end: that takes few instructions where it is noted.
+  int32_t argument = -1;
+  int32_t column = 0;
+  int64_t value = 0;
 
   __device__ __forceinline__ int32_t claim(int32_t* at, int32_t expected, int32_t value) const {
     return atomicCAS(at, expected, value);
   }
-  __device__ __forceinline__ void lower(int32_t* at, int32_t value) const { atomicMin(at, value); }
-  // All lanes of a wave vote on things that follow each other, the first a multiple of the wave.
-  __device__ __forceinline__ int32_t vote(uint32_t* words, int32_t at, bool flag, const Thread&) const {
+  __device__ __forceinline__ void raise(int32_t* at, int32_t most) const { atomicMax(at, most); }
+  // All lanes of a wave have slots that follow each other, the first a multiple of the wave.
+  __device__ __forceinline__ void post_slots(uint32_t* words, int32_t slot, bool flag) const {
     const auto votes = ballot(flag);
-    if ((threadIdx.x & 31) == 0) words[at >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
-    return ones(votes);
+    if ((threadIdx.x & 31) == 0) words[slot >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
   }
-  __device__ __forceinline__ void fault(SwapInArgument argument, int64_t position, int64_t value, int64_t limit) const {
-    record_fault(record, op + static_cast<int32_t>(argument), position, value, limit);
+  __device__ __forceinline__ void post(Vote, int32_t, bool) const {}
+  __device__ __forceinline__ Count count(Vote, int32_t, bool flag) const {
+    const auto votes = ballot(flag);
+    return {ones(votes & ((decltype(votes){1} << threadIdx.x % kWave) - 1)), ones(votes)};
+  }
+  __device__ __forceinline__ void note(SwapInArgument which, int32_t where, int64_t what) {
+    argument = static_cast<int32_t>(which);
+    column = where;
+    value = what;
   }
 };
 
@@ -132,51 +140,68 @@ __device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
 }
 
 // Resolves a row of the batch; returns how many misses the workspace lists. CTAs of a cluster do the same, and the
-// first of them writes when all have read.
+// first of them writes when all have read. A barrier has to follow.
+__device__ __forceinline__ int32_t resolve_long(const ResolveLaunch& launch, const Workspace& w, const Job& job,
+                                                const Thread& t, DeviceEnv* env, Mine* mine) {
+  const ResolveParams& p = launch.p;
+  insert(*env, p, w, job, t, mine);
+  __syncthreads();
+  const bool repeated = *w.repeated != 0;
+  if (KVIO_RARELY(repeated)) {
+    settle(*env, p, w, job, t, *mine);
+    __syncthreads();
+  }
+  mark(*env, p, w, job, t, *mine);
+  __syncthreads();
+  judge(*env, p, w, job, t, mine);
+  const Tally of_wave = rank(*env, p, w, t, mine);
+  if (launch.ranks > 1) cluster_arrive();
+  Tally all;
+  const Tally before = sum_before(of_wave, &all);
+  if (launch.ranks > 1) cluster_wait();
+  place(p, w, job, t, *mine, before, all);
+  __syncthreads();
+  assign(*env, p, w, job, t, mine, before, all);
+  if (KVIO_RARELY(repeated)) {
+    __syncthreads();
+    tell(p, w, job, t);
+    __syncthreads();
+    if (job.records) repeat(p, w, job, t);
+  }
+  return all.misses;
+}
+
 __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row,
                                                bool records) {
   const ResolveParams& p = launch.p;
-  DeviceEnv env{launch.fault, launch.fault_op};
+  DeviceEnv env;
   const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads, static_cast<int32_t>(kWave)};
   const int64_t request = entry_of(p.req_pool_indices, batch_row);
   const int64_t seq_len = entry_of(p.seq_lens, batch_row);
   const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
-  const Selected selected = select(p, batch_row, t.number, t);
+  Mine mine;
+  begin(p, batch_row, t, &mine);
   clear(p, w, t);
   __syncthreads();
   const bool padding = batch_row >= real;
   const bool unknown = request < 0 || request >= p.pool_slots;
-  const Job job{batch_row, request, seq_len, records};
-  if (padding || unknown || (seq_len <= p.hot_slots && p.device_locs.data == nullptr)) {
-    if (!records) return 0;
-    int32_t* out = row_of(p.top_k_device_locs, batch_row);
+  const Job job = make_job(p, batch_row, unknown ? 0 : request, seq_len, records);
+  int32_t misses = 0;
+  if (!padding && !unknown && (seq_len > p.hot_slots || p.device_locs.data != nullptr)) {
+    misses = resolve_long(launch, w, job, t, &env, &mine);
+  } else if (records) {
     for (int32_t i = t.number; i < p.top_k; i += t.count) {
-      out[i] = padding || unknown ? -1 : direct_result(env, p, job, i);
+      job.out[i] = padding || unknown ? -1 : direct_result(env, p, job, seq_len, i);
     }
-    if (t.number == 0) {
-      record_misses(p, batch_row, 0);
-      if (!padding && unknown) env.fault(SwapInArgument::kRequest, batch_row, request, p.pool_slots);
-    }
-    return 0;
+    if (t.number == 0) record_misses(p, batch_row, 0);
+    if (t.number == 0 && !padding && unknown) env.note(SwapInArgument::kRequest, batch_row, request);
   }
-  const Fetched fetched = fetch(p, job, t);
-  insert(env, p, w, job, selected, t);
-  __syncthreads();
-  mark(env, p, w, job, fetched, t);
-  __syncthreads();
-  const Tally mine = vote(env, p, w, job, fetched, t);
-  if (launch.ranks > 1) cluster_arrive();
-  Tally all;
-  const Tally before = sum_before(mine, &all);
-  if (launch.ranks > 1) cluster_wait();
-  place(p, w, job, before, all, t);
-  __syncthreads();
-  assign(env, p, w, job, all, t);
-  if (*w.repeated != 0) {
-    __syncthreads();
-    if (records) repeat(p, w, job, t);
+  if (KVIO_RARELY(env.argument >= 0) && records) {
+    const SwapInArgument argument = static_cast<SwapInArgument>(env.argument);
+    record_fault(launch.fault, launch.fault_op + env.argument, fault_position(job, argument, env.column), env.value,
+                 fault_limit(p, job, argument));
   }
-  return all.misses;
+  return misses;
 }
 
 #ifndef KVIO_ROCM
@@ -190,14 +215,14 @@ __device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& 
   const uint32_t steps = steps_of_buffer * rooms.num_buffers;
   for (uint32_t begin = group; begin < steps; begin += groups * kLoads) {
     Package held[kLoads] = {};
-    const char* from[kLoads];
-    char* to[kLoads];
+    const char* from[kLoads] = {};
+    char* to[kLoads] = {};
     uint32_t at[kLoads];  // this lane's package; wraps below 0 where it is before the unit
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
+      at[k] = cut.packages + 1;
       uint32_t step = begin + k * groups;
-      const bool is_step = step < steps;
-      if (!is_step) step = begin;
+      if (step >= steps) continue;
       uint32_t buffer = 0;
       while (step >= steps_of_buffer) {
         step -= steps_of_buffer;
@@ -207,11 +232,11 @@ __device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& 
       const uint32_t miss = rooms.pieces.quotient(unit);
       const uint32_t piece = unit - miss * rooms.pieces.divisor;
       const int32_t dst = w.miss_dst[miss];
-      from[k] = rooms.src_base[buffer] + offset_of(rooms.src, w.host[w.missing[miss]], piece);
-      to[k] = rooms.dst_base[buffer] + offset_of(rooms.dst, dst < 0 ? 0 : dst, piece);
+      if (dst < 0) continue;
+      from[k] = rooms.src_base[buffer] + offset_of(rooms.src, w.miss_src[miss], piece);
+      to[k] = rooms.dst_base[buffer] + offset_of(rooms.dst, dst, piece);
       at[k] = (step - unit * rooms.steps.divisor) * cut.lanes_per_unit + column;
       at[k] -= (static_cast<uint32_t>(reinterpret_cast<uint64_t>(from[k])) & cut.skew_mask) / kWidth;
-      if (!is_step || dst < 0) at[k] = cut.packages + 1;
       load_once_if(at[k] < cut.packages, held[k], from[k] + uint64_t{at[k]} * kWidth);
     }
 #pragma unroll
@@ -260,7 +285,7 @@ __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& laun
 #else
 __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
                                                        uint32_t rank) {
-  const auto find = [&](uint32_t miss) { return MissPlace{w.host[w.missing[miss]], w.miss_dst[miss]}; };
+  const auto find = [&](uint32_t miss) { return MissPlace{w.miss_src[miss], w.miss_dst[miss]}; };
   const uint32_t warps = static_cast<uint32_t>(launch.ranks) * (kResolveThreads / kWave);
   for (int32_t r = 0; r < launch.num_rooms; ++r) {
     const Rooms& rooms = launch.rooms[r];
@@ -292,10 +317,10 @@ __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __gri
     w = workspace_at(launch.scratch + int64_t{batch_row} * launch.p.layout.bytes, launch.p.layout);
   }
   const int32_t misses = resolve_row(launch, w, batch_row, rank == 0);
+  __syncthreads();
   const bool leaves = misses > launch.copy_up_to;
   if (launch.left != nullptr && threadIdx.x == 0) launch.left[batch_row] = leaves ? misses : 0;
   if (misses == 0 || leaves || launch.num_rooms == 0) return;
-  __syncthreads();
   copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank);
 }
 
@@ -467,7 +492,7 @@ ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layo
   p.pool_slots = r.pool_slots;
   p.max_len = r.max_len;
   p.host_slots = r.pools.host_limit.slots;
-  p.device_slots = r.pools.device_limit.slots;
+  p.device_slots = static_cast<uint32_t>(std::min<int64_t>(r.pools.device_limit.slots, int64_t{1} << 31));
   p.top_k = static_cast<int32_t>(r.top_k);
   p.hot_slots = static_cast<int32_t>(r.hot_buffer_size);
   p.layout = layout;

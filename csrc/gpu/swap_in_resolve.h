@@ -1,10 +1,12 @@
 // What one CTA does for one request of kvio::swap_in, as steps that every thread takes between two barriers. A step
-// reads nothing that another thread writes in it, except through Env's atomic operations, so the outcome depends on no
-// order of threads: tests/native runs the same source with its threads in any order.
+// reads nothing that another thread writes in it, except through Env, so the outcome depends on no order of threads:
+// tests/native runs the same source with its threads in any order.
 //
-// Steps: select, clear -> | fetch, insert -> | mark -> | vote, sum -> | place -> | assign -> | repeat, with a barrier
-// at every bar, and in the sum over all waves; `repeat` only where a token was selected twice. `Env` has the atomic
-// operations and takes faults; compiled for a GPU or a CPU.
+// Steps: begin, clear -> | insert -> | settle if *w.repeated | -> mark -> | judge -> rank, sum -> | place -> | assign
+// -> | tell -> | repeat if *w.repeated, with a barrier at every bar, and in the sum over all waves. Between judge and
+// rank a wave votes. `Env` has the atomic operations and the votes, and takes faults; compiled for a GPU or a CPU.
+//
+// A step is short, since one SM runs all threads of a request: an instruction costs a request 8 cycles.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +16,21 @@
 #if defined(__CUDACC__) || defined(__HIP__)
 #define KVIO_STEP __device__ __forceinline__
 #define KVIO_UNROLL _Pragma("unroll")
+#define KVIO_ROLLED _Pragma("unroll 1")
 #else
 #define KVIO_STEP inline
 #define KVIO_UNROLL
+#define KVIO_ROLLED
 #endif
+#define KVIO_RARELY(condition) __builtin_expect(!!(condition), 0)
 
 namespace kvio::gpu {
 
 // Which argument a fault is about, counted from FaultOp::kSwapIn as in request/fault_subject.cpp.
 enum class SwapInArgument : int32_t { kTopK, kHostLocs, kDeviceLocs, kLru, kRequest, kDirectLocs };
+
+// What waves vote on.
+enum class Vote : int32_t { kPlace, kEntry };
 
 // Entries of the table that finds a token among the selected ones: `times` as many as can be in it, or more.
 constexpr int32_t hash_bits_for(int64_t top_k, int64_t times) {
@@ -35,51 +43,40 @@ constexpr int32_t hash_bits_for(int64_t top_k, int64_t times) {
 struct WorkspaceLayout {
   int32_t hash_bits;
   int32_t keys;
-  int32_t first;
-  int32_t host;
-  int32_t tokens;
+  int32_t values;
   int32_t result;
-  int32_t home;
-  int32_t lru;
-  int32_t order;
-  int32_t missing;
-  int32_t miss_dst;
   int32_t slot_hits;
-  int32_t lru_hits;
-  int32_t misses;
+  int32_t lru;
+  int32_t place_rank;
+  int32_t miss_rank;
+  int32_t order;
+  int32_t miss_src;
+  int32_t miss_dst;
   int32_t repeated;
   int32_t bytes;
 };
 
-// A CTA's memory, shared or not.
+// A CTA's memory, shared or not. What a thread itself comes back to is in Mine, for its first rounds, and here for the
+// others.
 struct Workspace {
-  int32_t* keys;        // [hash] token, kNoToken for none
-  int32_t* first;       // [hash] lowest entry that selects it
-  int64_t* host;        // [top_k] host location of an entry that may have to be loaded
-  int32_t* tokens;      // [top_k] token of an entry that is looked for, kNoToken for others
-  int32_t* result;      // [top_k] device location, kPending while it is not known
-  int32_t* home;        // [top_k] where in the table the token is
-  uint16_t* lru;        // [hot_slots] slots as given
-  uint16_t* order;      // [at most top_k] slots that misses take, by miss
-  uint16_t* missing;    // [top_k] entry of each miss
-  int32_t* miss_dst;    // [top_k] device location of each miss, -1 for one that is not copied
+  int32_t* keys;    // [hash] token, kNoToken for none
+  int32_t* values;  // [hash] its device location, -1 for none that may be given out; pending_of an entry until known
+  int32_t* result;  // [top_k] as Mine::result
   uint32_t* slot_hits;  // a bit for each slot: it holds a selected token
-  uint32_t* lru_hits;   // a bit for each place in lru: its slot stays
-  uint32_t* misses;     // a bit for each entry: it has to be loaded
+  uint16_t* lru;        // [hot_slots] slots as given
+  int16_t* place_rank;  // [hot_slots] as Mine::place_rank
+  int16_t* miss_rank;   // [top_k] as Mine::miss_rank
+  uint16_t* order;      // [at most top_k] slots that misses take, by miss
+  int64_t* miss_src;    // [top_k] host location of each miss
+  int32_t* miss_dst;    // [top_k] device location of each miss, -1 for one that is not copied
   int32_t* repeated;    // not 0: a token is selected twice
 };
 
-KVIO_STEP int32_t count_bits(uint32_t word) {
-#if defined(__CUDACC__)
-  return __popc(word);
-#else
-  return __builtin_popcount(word);
-#endif
-}
-
 constexpr int32_t kNoToken = -1;
 constexpr int32_t kPending = -2;
-constexpr int32_t kNoEntry = 0x7fffffff;
+
+// A token whose location is not known yet: the entry that asks for it, the lowest of several after `settle`.
+KVIO_STEP constexpr int32_t pending_of(int32_t entry) { return kPending - entry; }
 
 // A table four times as large as the selection where that is no more than `most_bytes` in all, else twice: shorter
 // searches or, at least, a table that fits.
@@ -94,20 +91,16 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
       return at;
     };
     const int64_t hash = int64_t{1} << layout.hash_bits;
-    const auto bitmap = [](int64_t bits) { return (bits + 63) / 64 * 8; };
     layout.keys = take(4 * hash);
-    layout.first = take(4 * hash);
-    layout.host = take(8 * top_k);
-    layout.tokens = take(4 * top_k);
+    layout.values = take(4 * hash);
     layout.result = take(4 * top_k);
-    layout.home = take(4 * top_k);
+    layout.slot_hits = take((hot_slots + 63) / 64 * 8);
     layout.lru = take(2 * hot_slots);
+    layout.place_rank = take(2 * hot_slots);
+    layout.miss_rank = take(2 * top_k);
     layout.order = take(2 * (top_k < hot_slots ? top_k : hot_slots));
-    layout.missing = take(2 * top_k);
+    layout.miss_src = take(8 * top_k);
     layout.miss_dst = take(4 * top_k);
-    layout.slot_hits = take(bitmap(hot_slots));
-    layout.lru_hits = take(bitmap(hot_slots));
-    layout.misses = take(bitmap(top_k));
     layout.repeated = take(4);
     layout.bytes = end;
     if (layout.bytes <= most_bytes) break;
@@ -118,18 +111,15 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
 KVIO_STEP Workspace workspace_at(char* base, const WorkspaceLayout& at) {
   Workspace w;
   w.keys = reinterpret_cast<int32_t*>(base + at.keys);
-  w.first = reinterpret_cast<int32_t*>(base + at.first);
-  w.host = reinterpret_cast<int64_t*>(base + at.host);
-  w.tokens = reinterpret_cast<int32_t*>(base + at.tokens);
+  w.values = reinterpret_cast<int32_t*>(base + at.values);
   w.result = reinterpret_cast<int32_t*>(base + at.result);
-  w.home = reinterpret_cast<int32_t*>(base + at.home);
-  w.lru = reinterpret_cast<uint16_t*>(base + at.lru);
-  w.order = reinterpret_cast<uint16_t*>(base + at.order);
-  w.missing = reinterpret_cast<uint16_t*>(base + at.missing);
-  w.miss_dst = reinterpret_cast<int32_t*>(base + at.miss_dst);
   w.slot_hits = reinterpret_cast<uint32_t*>(base + at.slot_hits);
-  w.lru_hits = reinterpret_cast<uint32_t*>(base + at.lru_hits);
-  w.misses = reinterpret_cast<uint32_t*>(base + at.misses);
+  w.lru = reinterpret_cast<uint16_t*>(base + at.lru);
+  w.place_rank = reinterpret_cast<int16_t*>(base + at.place_rank);
+  w.miss_rank = reinterpret_cast<int16_t*>(base + at.miss_rank);
+  w.order = reinterpret_cast<uint16_t*>(base + at.order);
+  w.miss_src = reinterpret_cast<int64_t*>(base + at.miss_src);
+  w.miss_dst = reinterpret_cast<int32_t*>(base + at.miss_dst);
   w.repeated = reinterpret_cast<int32_t*>(base + at.repeated);
   return w;
 }
@@ -149,37 +139,11 @@ struct ResolveParams {
   int64_t pool_slots;
   int64_t max_len;
   int64_t host_slots;
-  int64_t device_slots;
+  uint32_t device_slots;  // at most 2^31
   int32_t top_k;
   int32_t hot_slots;
   WorkspaceLayout layout;
 };
-
-// A row of the batch.
-struct Job {
-  int32_t batch_row;
-  int64_t request;  // row of the state tensors
-  int64_t seq_len;
-  bool records;  // this CTA writes the state, the answers, the plan and faults; others only find out what misses
-};
-
-// A thread among those of its CTA, whose waves of `wave` threads vote together.
-struct Thread {
-  int32_t number;
-  int32_t count;
-  int32_t wave;
-};
-
-// The stretch of `total` things, whole waves of them, that a thread's wave takes where their order counts.
-struct Share {
-  int32_t begin;
-  int32_t end;
-};
-KVIO_STEP Share share_of(const Thread& t, int32_t total) {
-  const int32_t each = (total + t.count - 1) / t.count * t.wave;
-  const int32_t begin = t.number / t.wave * each;
-  return {begin, begin + each};
-}
 
 template <class T>
 KVIO_STEP T* row_of(const Rows<T>& rows, int64_t row) {
@@ -191,18 +155,128 @@ KVIO_STEP int64_t entry_of(const IndexList& list, int64_t at) {
   return list.is_int64 ? static_cast<const int64_t*>(list.data)[i] : static_cast<const int32_t*>(list.data)[i];
 }
 
-KVIO_STEP int64_t host_loc_of(const HostLocs& locs, int64_t request, int64_t token) {
-  const int64_t i = request * locs.stride + token;
-  return locs.is_int64 ? static_cast<const int64_t*>(locs.data)[i] : static_cast<const int32_t*>(locs.data)[i];
+// A row of the batch.
+struct Job {
+  int32_t batch_row;
+  int32_t token_limit;  // tokens are below it
+  int32_t newest;       // the token with a slot of its own, kNoToken if it is beyond an int32
+  int64_t request;      // row of the state tensors
+  bool records;         // this CTA writes the state, the answers, the plan and faults; others only find out what misses
+  const int32_t* selected;
+  int32_t* out;
+  int32_t* tokens;
+  const int32_t* locs;
+  int16_t* lru;
+  const int32_t* direct;  // row of device_locs, null without
+};
+
+KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, int64_t request, int64_t seq_len, bool records) {
+  constexpr int64_t kMost = 0x7fffffff;
+  // Where the token names its slot, host locations are not looked at.
+  const bool is_direct = seq_len <= p.hot_slots && p.device_locs.data == nullptr;
+  const int64_t limit = seq_len < p.max_len || is_direct ? seq_len : p.max_len;
+  Job job;
+  job.batch_row = batch_row;
+  job.token_limit = static_cast<int32_t>(limit < kMost ? limit : kMost);
+  job.newest = seq_len <= kMost ? static_cast<int32_t>(seq_len) - 1 : kNoToken;
+  job.request = request;
+  job.records = records;
+  job.selected = row_of(p.top_k_tokens, batch_row);
+  job.out = row_of(p.top_k_device_locs, batch_row);
+  job.tokens = row_of(p.device_buffer_tokens, request);
+  job.locs = row_of(p.device_buffer_locs, request);
+  job.lru = row_of(p.lru_slots, request);
+  job.direct = p.device_locs.data != nullptr ? row_of(p.device_locs, request) : nullptr;
+  return job;
+}
+
+// A thread among those of its CTA, whose waves of `wave` threads vote together.
+struct Thread {
+  int32_t number;
+  int32_t count;
+  int32_t wave;
+};
+
+// Rounds of which a thread keeps what it knows, and has what it waits for under way together.
+constexpr int32_t kSlotRounds = 4;
+constexpr int32_t kEntryRounds = 2;
+
+constexpr int32_t kNoMiss = -1;     // of an entry that need not be loaded, or is by another one
+constexpr int32_t kNoHostLoc = -2;  // of one that should be, but from no location of the pool
+
+// A host location as it was read; 32 bits are not widened before they are used, since that would wait for them.
+struct RawLoc {
+  uint32_t low;
+  uint32_t high;
+};
+
+struct Mine {
+  int32_t token[kEntryRounds];
+  RawLoc host[kEntryRounds];
+  int32_t result[kEntryRounds];     // kPending for an entry whose token is looked for
+  uint32_t home[kEntryRounds];      // where in the table that is
+  int32_t miss_rank[kEntryRounds];  // misses before this one in its wave, kNoMiss, or kNoHostLoc
+  int32_t slot_token[kSlotRounds];
+  int32_t slot_loc[kSlotRounds];
+  uint16_t lru[kSlotRounds];
+  int32_t place_rank[kSlotRounds];  // of a place whose slot stays: those that stay before it in its wave; else ~ of it
+};
+
+// Where order counts, a wave takes a stretch of whole waves, round by round: thread t's thing in round r is
+// first_of(t) + r * wave.
+struct Stretch {
+  int32_t rounds;
+  int32_t first;  // of this thread
+};
+KVIO_STEP Stretch stretch_of(const Thread& t, int32_t total) {
+  const int32_t rounds = (total + t.count - 1) / t.count;
+  const int32_t lane = t.number & (t.wave - 1);
+  return {rounds, (t.number - lane) * rounds + lane};
+}
+
+KVIO_STEP RawLoc raw_host_loc(const ResolveParams& p, const Job& job, int32_t token) {
+  const int64_t i = job.request * p.host_cache_locs.stride + token;
+  const uint32_t* at = static_cast<const uint32_t*>(p.host_cache_locs.data) + (p.host_cache_locs.is_int64 ? 2 * i : i);
+  RawLoc loc{at[0], 0};
+  if (p.host_cache_locs.is_int64) loc.high = at[1];
+  return loc;
+}
+KVIO_STEP int64_t host_loc_of(const ResolveParams& p, const RawLoc& loc) {
+  if (!p.host_cache_locs.is_int64) return static_cast<int32_t>(loc.low);
+  return static_cast<int64_t>(uint64_t{loc.high} << 32 | loc.low);
+}
+
+// A fault's position in a 2-D argument, as request/fault_subject.h has it.
+KVIO_STEP int64_t at_row(int64_t row, int64_t column) { return row << 32 | column; }
+
+// Where a fault that a step noted is, and what would have been allowed there.
+KVIO_STEP int64_t fault_position(const Job& job, SwapInArgument argument, int32_t column) {
+  if (argument == SwapInArgument::kRequest) return column;
+  return at_row(argument == SwapInArgument::kTopK ? job.batch_row : job.request, column);
+}
+KVIO_STEP int64_t fault_limit(const ResolveParams& p, const Job& job, SwapInArgument argument) {
+  switch (argument) {
+    case SwapInArgument::kTopK:
+      return job.token_limit;
+    case SwapInArgument::kHostLocs:
+      return p.host_slots;
+    case SwapInArgument::kLru:
+      return p.hot_slots;
+    case SwapInArgument::kRequest:
+      return p.pool_slots;
+    default:
+      return p.device_slots;
+  }
 }
 
 // A location of the device buffer as it may be handed out: itself, or -1 and a fault.
 template <class Env>
-KVIO_STEP int32_t checked_loc(Env& env, const ResolveParams& p, const Job& job, int32_t loc, int64_t position,
-                              SwapInArgument argument) {
-  if (loc >= 0 && loc < p.device_slots) return loc;
-  if (job.records) env.fault(argument, position, loc, p.device_slots);
-  return -1;
+KVIO_STEP int32_t checked_loc(Env& env, const ResolveParams& p, int32_t loc, int32_t column, SwapInArgument argument) {
+  if (KVIO_RARELY(static_cast<uint32_t>(loc) >= p.device_slots)) {
+    env.note(argument, column, loc);
+    return -1;
+  }
+  return loc;
 }
 
 // How many misses a row of the batch has, where a plan is recorded.
@@ -211,197 +285,269 @@ KVIO_STEP void record_misses(const ResolveParams& p, int32_t batch_row, int32_t 
   p.plan.miss_count.data[batch_row * p.plan.miss_count.stride] = misses;
 }
 
-// A fault's position in a 2-D argument, as request/fault_subject.h has it.
-KVIO_STEP int64_t at_row(int64_t row, int64_t column) { return row << 32 | column; }
-
 // Entry i where the token names its slot: sequences that fit the hot buffer.
 template <class Env>
-KVIO_STEP int32_t direct_result(Env& env, const ResolveParams& p, const Job& job, int32_t i) {
-  if (i >= job.seq_len) return -1;
-  const int32_t token = row_of(p.top_k_tokens, job.batch_row)[i];
+KVIO_STEP int32_t direct_result(Env& env, const ResolveParams& p, const Job& job, int64_t seq_len, int32_t i) {
+  if (i >= seq_len) return -1;
+  const int32_t token = job.selected[i];
   if (token < 0) return -1;
-  if (token >= job.seq_len) {
-    env.fault(SwapInArgument::kTopK, at_row(job.batch_row, i), token, job.seq_len);
+  if (token >= seq_len) {
+    env.note(SwapInArgument::kTopK, i, token);
     return -1;
   }
-  const int32_t loc = row_of(p.device_buffer_locs, job.request)[token];
-  return checked_loc(env, p, job, loc, at_row(job.request, token), SwapInArgument::kDeviceLocs);
+  return checked_loc(env, p, job.locs[token], token, SwapInArgument::kDeviceLocs);
 }
 
-// What is known of entry i without looking at the hot buffer: its result, or kPending and its host location.
-template <class Env>
-KVIO_STEP int32_t stage_entry(Env& env, const ResolveParams& p, const Job& job, int32_t i, int32_t token,
-                              int64_t* host) {
-  if (token < 0) return -1;
-  if (token >= job.seq_len || token >= p.max_len) {
-    const int64_t limit = job.seq_len < p.max_len ? job.seq_len : p.max_len;
-    if (job.records) env.fault(SwapInArgument::kTopK, at_row(job.batch_row, i), token, limit);
-    return -1;
+// What the first loads need no request for: the tokens of this thread's entries.
+KVIO_STEP void begin(const ResolveParams& p, int32_t batch_row, const Thread& t, Mine* mine) {
+  const int32_t* selected = row_of(p.top_k_tokens, batch_row);
+  const Stretch entries = stretch_of(t, p.top_k);
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    mine->token[r] = r < entries.rounds && i < p.top_k ? selected[i] : kNoToken;
   }
-  if (p.device_locs.data != nullptr) {
-    const int32_t loc = row_of(p.device_locs, job.request)[token];
-    if (loc >= 0) return checked_loc(env, p, job, loc, at_row(job.request, token), SwapInArgument::kDirectLocs);
-  }
-  if (token == job.seq_len - 1) {
-    const int32_t loc = row_of(p.device_buffer_locs, job.request)[p.hot_slots];
-    return checked_loc(env, p, job, loc, at_row(job.request, p.hot_slots), SwapInArgument::kDeviceLocs);
-  }
-  *host = host_loc_of(p.host_cache_locs, job.request, token);
-  return kPending;
 }
 
-// Entries are taken kAtOnce at a time, so that what they wait for is under way together.
-constexpr int32_t kAtOnce = 2;
-struct Selected {
-  int32_t token[kAtOnce];
+struct alignas(16) Quad {
+  int32_t words[4];
 };
 
-// The tokens of entries begin, begin + count, ...
-KVIO_STEP Selected select(const ResolveParams& p, int32_t batch_row, int32_t begin, const Thread& t) {
-  const int32_t* selected = row_of(p.top_k_tokens, batch_row);
-  Selected tokens;
-  KVIO_UNROLL for (int32_t k = 0; k < kAtOnce; ++k) {
-    const int32_t i = begin + k * t.count;
-    tokens.token[k] = i < p.top_k ? selected[i] : kNoToken;
-  }
-  return tokens;
-}
-
 KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t) {
-  for (int32_t h = t.number; h < 1 << p.layout.hash_bits; h += t.count) {
-    w.keys[h] = kNoToken;
-    w.first[h] = kNoEntry;
+  Quad* keys = reinterpret_cast<Quad*>(w.keys);
+  KVIO_ROLLED for (int32_t h = t.number; h < 1 << (p.layout.hash_bits - 2); h += t.count) {
+    keys[h] = {{kNoToken, kNoToken, kNoToken, kNoToken}};
   }
   if (t.number == 0) *w.repeated = 0;
 }
 
-// What a thread has under way from the state while tokens are put into the table: of the first kAhead rounds.
-constexpr int32_t kAhead = 4;
-struct Fetched {
-  int32_t token[kAhead];  // of slot number + round * count
-  int32_t loc[kAhead];    // likewise
-  uint16_t lru[kAhead];   // place begin + round * wave + lane of the share
+// Where the search for a token begins: a pair of keys. A token is in the first free place from there on, so that a pair
+// whose second key is free ends a search.
+KVIO_STEP uint32_t pair_of(const ResolveParams& p, int32_t token) {
+  return static_cast<uint32_t>(token) * 2654435761u >> (33 - p.layout.hash_bits) << 1;
+}
+struct alignas(8) KeyPair {
+  int32_t keys[2];
 };
-
-struct SlotState {
-  const int32_t* tokens;
-  const int32_t* locs;
-  const int16_t* lru;
-};
-KVIO_STEP SlotState slot_state(const ResolveParams& p, const Job& job) {
-  return {row_of(p.device_buffer_tokens, job.request), row_of(p.device_buffer_locs, job.request),
-          row_of(p.lru_slots, job.request)};
+KVIO_STEP KeyPair key_pair(const Workspace& w, uint32_t home) {
+  return *reinterpret_cast<const KeyPair*>(w.keys + home);
 }
 
-KVIO_STEP Fetched fetch(const ResolveParams& p, const Job& job, const Thread& t) {
-  const SlotState state = slot_state(p, job);
-  const int32_t place = share_of(t, p.hot_slots).begin + t.number % t.wave;
-  Fetched f;
-  KVIO_UNROLL for (int32_t r = 0; r < kAhead; ++r) {
+// Where in the table `token` is; it is there.
+KVIO_STEP uint32_t home_of(const ResolveParams& p, const Workspace& w, int32_t token) {
+  const uint32_t mask = (1u << p.layout.hash_bits) - 1;
+  uint32_t h = pair_of(p, token);
+  while (w.keys[h] != token) h = (h + 1) & mask;
+  return h;
+}
+
+// What is known of entry i without looking at the hot buffer: its result, or kPending.
+template <class Env>
+KVIO_STEP int32_t known_result(Env& env, const ResolveParams& p, const Job& job, int32_t i, int32_t token) {
+  if (token < 0) return -1;
+  if (KVIO_RARELY(token >= job.token_limit)) {
+    env.note(SwapInArgument::kTopK, i, token);
+    return -1;
+  }
+  if (job.direct != nullptr) {
+    const int32_t loc = job.direct[token];
+    if (loc >= 0) return checked_loc(env, p, loc, token, SwapInArgument::kDirectLocs);
+  }
+  if (KVIO_RARELY(token == job.newest)) {
+    return checked_loc(env, p, job.locs[p.hot_slots], p.hot_slots, SwapInArgument::kDeviceLocs);
+  }
+  return kPending;
+}
+
+// Puts the token of entry i into the table; returns where.
+template <class Env>
+KVIO_STEP uint32_t insert_token(Env& env, const ResolveParams& p, const Workspace& w, int32_t i, int32_t token) {
+  const uint32_t mask = (1u << p.layout.hash_bits) - 1;
+  uint32_t home = pair_of(p, token);
+  while (true) {
+    const int32_t before = env.claim(&w.keys[home], kNoToken, token);
+    if (before == kNoToken) {
+      w.values[home] = pending_of(i);
+      return home;
+    }
+    if (KVIO_RARELY(before == token)) {
+      *w.repeated = 1;
+      return home;
+    }
+    home = (home + 1) & mask;
+  }
+}
+
+// Puts tokens into the table, while the state is under way.
+template <class Env>
+KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                      Mine* mine) {
+  const Stretch entries = stretch_of(t, p.top_k);
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    mine->result[r] = known_result(env, p, job, entries.first + r * t.wave, mine->token[r]);
+    mine->host[r] = {0, 0};
+    if (mine->result[r] == kPending) mine->host[r] = raw_host_loc(p, job, mine->token[r]);
+  }
+  const Stretch places = stretch_of(t, p.hot_slots);
+  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
     const int32_t s = t.number + r * t.count;
-    const int32_t j = place + r * t.wave;
-    f.token[r] = s < p.hot_slots ? state.tokens[s] : kNoToken;
-    f.loc[r] = s < p.hot_slots ? state.locs[s] : 0;
-    f.lru[r] = j < p.hot_slots ? static_cast<uint16_t>(state.lru[j]) : 0;
+    const int32_t j = places.first + r * t.wave;
+    mine->slot_token[r] = s < p.hot_slots ? job.tokens[s] : kNoToken;
+    mine->slot_loc[r] = s < p.hot_slots ? job.locs[s] : 0;
+    mine->lru[r] = r < places.rounds && j < p.hot_slots ? static_cast<uint16_t>(job.lru[j]) : 0;
   }
-  return f;
-}
-
-KVIO_STEP uint32_t bucket_of(const ResolveParams& p, int32_t token) {
-  return static_cast<uint32_t>(token) * 2654435761u >> (32 - p.layout.hash_bits);
-}
-
-// `selected` are the first tokens of this thread.
-template <class Env>
-KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, Selected selected,
-                      const Thread& t) {
-  const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  for (int32_t begin = t.number; begin < p.top_k; begin += kAtOnce * t.count) {
-    if (begin != t.number) selected = select(p, job.batch_row, begin, t);
-    const int32_t* token = selected.token;
-    int32_t result[kAtOnce];
-    int64_t host[kAtOnce];
-    KVIO_UNROLL for (int32_t k = 0; k < kAtOnce; ++k) {
-      host[k] = 0;
-      result[k] = stage_entry(env, p, job, begin + k * t.count, token[k], &host[k]);
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    mine->home[r] = 0;
+    if (mine->result[r] == kPending) {
+      mine->home[r] = insert_token(env, p, w, entries.first + r * t.wave, mine->token[r]);
     }
-    KVIO_UNROLL for (int32_t k = 0; k < kAtOnce; ++k) {
-      const int32_t i = begin + k * t.count;
-      if (i >= p.top_k) continue;
-      w.tokens[i] = result[k] == kPending ? token[k] : kNoToken;
-      w.result[i] = result[k];
-      if (result[k] != kPending) continue;
-      uint32_t h = bucket_of(p, token[k]);
-      int32_t before;
-      while (true) {
-        before = env.claim(&w.keys[h], kNoToken, token[k]);
-        if (before == kNoToken || before == token[k]) break;
-        h = (h + 1) & mask;
-      }
-      if (before == token[k]) *w.repeated = 1;
-      env.lower(&w.first[h], i);
-      w.home[i] = static_cast<int32_t>(h);
-    }
-    // Last: they are not there yet.
-    KVIO_UNROLL for (int32_t k = 0; k < kAtOnce; ++k) {
-      if (result[k] == kPending) w.host[begin + k * t.count] = host[k];
-    }
+  }
+  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    if (i >= p.top_k) break;
+    const int32_t token = job.selected[i];
+    w.result[i] = known_result(env, p, job, i, token);
+    if (w.result[i] == kPending) insert_token(env, p, w, i, token);
   }
 }
 
-// Hot slots that hold a selected token answer it, and stay.
+// Calls `entry(i, token, result, home)` for every entry of the thread that is in the table.
+template <class Entry>
+KVIO_STEP void for_each_in_table(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                                 const Mine& mine, const Entry& entry) {
+  const Stretch entries = stretch_of(t, p.top_k);
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    if (mine.result[r] == kPending) entry(entries.first + r * t.wave, mine.home[r]);
+  }
+  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    if (i < p.top_k && w.result[i] == kPending) entry(i, home_of(p, w, job.selected[i]));
+  }
+}
+
+// The lowest of several entries with one token asks for it.
 template <class Env>
-KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Fetched& fetched,
-                    const Thread& t) {
-  const SlotState state = slot_state(p, job);
+KVIO_STEP void settle(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                      const Mine& mine) {
+  for_each_in_table(p, w, job, t, mine, [&](int32_t i, uint32_t home) { env.raise(&w.values[home], pending_of(i)); });
+}
+
+// Slots that hold a selected token answer it, and stay.
+template <class Env>
+KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                    const Mine& mine) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  Fetched f = fetched;
-  for (int32_t begin = t.number; begin - t.number < p.hot_slots; begin += kAhead * t.count) {
-    if (begin != t.number) {
-      KVIO_UNROLL for (int32_t r = 0; r < kAhead; ++r) {
-        const int32_t s = begin + r * t.count;
-        f.token[r] = s < p.hot_slots ? state.tokens[s] : kNoToken;
-        f.loc[r] = s < p.hot_slots ? state.locs[s] : 0;
+  int32_t token[kSlotRounds];
+  int32_t loc[kSlotRounds];
+  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    token[r] = mine.slot_token[r];
+    loc[r] = mine.slot_loc[r];
+  }
+  int32_t base = 0;
+  while (true) {
+    uint32_t home[kSlotRounds];
+    KeyPair pair[kSlotRounds];
+    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+      home[r] = pair_of(p, token[r]);
+      pair[r] = key_pair(w, home[r]);
+    }
+    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+      while (KVIO_RARELY(pair[r].keys[0] != token[r] && pair[r].keys[1] != token[r] && pair[r].keys[1] != kNoToken)) {
+        home[r] = (home[r] + 2) & mask;
+        pair[r] = key_pair(w, home[r]);
       }
     }
-    uint32_t home[kAhead];
-    int32_t key[kAhead];
-    KVIO_UNROLL for (int32_t r = 0; r < kAhead; ++r) {
-      home[r] = bucket_of(p, f.token[r]);
-      key[r] = w.keys[home[r]];
-    }
-    KVIO_UNROLL for (int32_t r = 0; r < kAhead; ++r) {
-      if (f.token[r] < 0) key[r] = kNoToken;
-      while (key[r] != kNoToken && key[r] != f.token[r]) {
-        home[r] = (home[r] + 1) & mask;
-        key[r] = w.keys[home[r]];
-      }
-    }
-    KVIO_UNROLL for (int32_t r = 0; r < kAhead; ++r) {
-      const int32_t s = begin + r * t.count;
-      const bool hit = key[r] != kNoToken;
+    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+      const int32_t s = base + t.number + r * t.count;
+      const bool is_second = pair[r].keys[1] == token[r];
+      const bool hit = (is_second || pair[r].keys[0] == token[r]) && token[r] >= 0;
       if (hit) {
-        w.result[w.first[home[r]]] =
-            checked_loc(env, p, job, f.loc[r], at_row(job.request, s), SwapInArgument::kDeviceLocs);
+        w.values[home[r] + (is_second ? 1 : 0)] = checked_loc(env, p, loc[r], s, SwapInArgument::kDeviceLocs);
       }
-      if (s - t.number % t.wave < p.hot_slots) env.vote(w.slot_hits, s, hit, t);
+      // All lanes of a wave or none.
+      if (s - (t.number & (t.wave - 1)) < p.hot_slots) env.post_slots(w.slot_hits, s, hit);
+    }
+    base += kSlotRounds * t.count;
+    if (base >= p.hot_slots) break;
+    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+      const int32_t s = base + t.number + r * t.count;
+      token[r] = s < p.hot_slots ? job.tokens[s] : kNoToken;
+      loc[r] = s < p.hot_slots ? job.locs[s] : 0;
     }
   }
 }
 
-KVIO_STEP bool is_first(const Workspace& w, int32_t i) { return w.first[w.home[i]] == i; }
-
-KVIO_STEP bool bit_of(const uint32_t* words, int32_t at) { return (words[at >> 5] >> (at & 31) & 1) != 0; }
-
-// Bits that are set from `begin` to `end` - 1.
-KVIO_STEP int32_t bits_between(const uint32_t* words, int32_t begin, int32_t end) {
-  int32_t count = 0;
-  for (int32_t at = begin; at < end; at = (at | 31) + 1) {
-    uint32_t word = words[at >> 5] >> (at & 31);
-    if (end - at < 32) word &= (1u << (end - at)) - 1;
-    count += count_bits(word);
+// Whether the slot at place j stays. One that is named wrongly stays as well: it is never given away.
+template <class Env>
+KVIO_STEP bool stays(Env& env, const ResolveParams& p, const Workspace& w, int32_t j, uint16_t slot) {
+  if (KVIO_RARELY(slot >= p.hot_slots)) {
+    env.note(SwapInArgument::kLru, j, static_cast<int16_t>(slot));
+    return true;
   }
-  return count;
+  return (w.slot_hits[slot >> 5] >> (slot & 31) & 1) != 0;
+}
+
+// The result of an entry that is in the table, kPending for one that does not ask itself. *vote is 1 where it has to
+// be loaded, kNoHostLoc where that cannot be.
+template <class Env>
+KVIO_STEP int32_t looked_up(Env& env, const ResolveParams& p, const Workspace& w, int32_t i, uint32_t home,
+                            int32_t token, const RawLoc& raw, int32_t* vote) {
+  const int32_t value = w.values[home];
+  if (value > kPending) return value;
+  if (value != pending_of(i)) return kPending;
+  const int64_t host = host_loc_of(p, raw);
+  if (KVIO_RARELY(static_cast<uint64_t>(host) >= static_cast<uint64_t>(p.host_slots))) {
+    env.note(SwapInArgument::kHostLocs, token, host);
+    *vote = kNoHostLoc;
+    return -1;
+  }
+  *vote = 1;
+  return kPending;
+}
+
+// What this thread votes, 0 or 1, in place_rank and miss_rank; and results. A token's host location is read again
+// beyond the first rounds.
+template <class Env>
+KVIO_STEP void judge(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                     Mine* mine) {
+  const Stretch places = stretch_of(t, p.hot_slots);
+  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    const int32_t j = places.first + r * t.wave;
+    mine->place_rank[r] = r < places.rounds && j < p.hot_slots && stays(env, p, w, j, mine->lru[r]);
+    if (r < places.rounds) env.post(Vote::kPlace, j, mine->place_rank[r] != 0);
+  }
+  KVIO_ROLLED for (int32_t r = kSlotRounds; r < places.rounds; ++r) {
+    const int32_t j = places.first + r * t.wave;
+    bool vote = false;
+    if (j < p.hot_slots) {
+      w.lru[j] = static_cast<uint16_t>(job.lru[j]);
+      vote = stays(env, p, w, j, w.lru[j]);
+      w.place_rank[j] = vote;
+    }
+    env.post(Vote::kPlace, j, vote);
+  }
+  const Stretch entries = stretch_of(t, p.top_k);
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    int32_t vote = 0;
+    if (mine->result[r] == kPending) {
+      mine->result[r] = looked_up(env, p, w, i, mine->home[r], mine->token[r], mine->host[r], &vote);
+    }
+    mine->miss_rank[r] = vote;
+    if (r < entries.rounds) env.post(Vote::kEntry, i, vote == 1);
+  }
+  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    int32_t vote = 0;
+    if (i < p.top_k) {
+      if (w.result[i] == kPending) {
+        const int32_t token = job.selected[i];
+        const RawLoc raw = raw_host_loc(p, job, token);
+        w.result[i] = looked_up(env, p, w, i, home_of(p, w, token), token, raw, &vote);
+      }
+      w.miss_rank[i] = static_cast<int16_t>(vote);
+    }
+    env.post(Vote::kEntry, i, vote == 1);
+  }
 }
 
 // Of a wave, or of all waves before it, or of all.
@@ -410,135 +556,158 @@ struct Tally {
   int32_t misses;
 };
 
-// Which places in the LRU order stay, and which entries have to be loaded. A slot that is named wrongly stays as well:
-// it is never given away. Returns what Env's votes count: on a GPU, of the whole wave.
+// Of a vote: how many lanes of the wave voted yes, and how many of those before this one.
+struct Count {
+  int32_t before;
+  int32_t all;
+};
+
+// Counts the votes; returns the wave's.
 template <class Env>
-KVIO_STEP Tally vote(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Fetched& fetched,
-                     const Thread& t) {
-  const int16_t* lru = slot_state(p, job).lru;
-  const int32_t lane = t.number % t.wave;
+KVIO_STEP Tally rank(Env& env, const ResolveParams& p, const Workspace& w, const Thread& t, Mine* mine) {
   Tally tally{};
-  const Share places = share_of(t, p.hot_slots);
-  Fetched f = fetched;
-  for (int32_t begin = places.begin; begin < places.end; begin += kAhead * t.wave) {
-    if (begin != places.begin) {
-      KVIO_UNROLL for (int32_t r = 0; r < kAhead; ++r) {
-        const int32_t j = begin + r * t.wave + lane;
-        f.lru[r] = j < p.hot_slots ? static_cast<uint16_t>(lru[j]) : 0;
-      }
-    }
-    KVIO_UNROLL for (int32_t r = 0; r < kAhead; ++r) {
-      const int32_t from = begin + r * t.wave;
-      if (from >= places.end || from >= p.hot_slots) continue;
-      const int32_t j = from + lane;
-      const uint16_t slot = f.lru[r];
-      bool stays = false;
-      if (j < p.hot_slots) {
-        w.lru[j] = slot;
-        stays = slot >= p.hot_slots || bit_of(w.slot_hits, slot);
-        if (slot >= p.hot_slots && job.records) {
-          env.fault(SwapInArgument::kLru, at_row(job.request, j), static_cast<int16_t>(slot), p.hot_slots);
-        }
-      }
-      tally.hits += env.vote(w.lru_hits, j, stays, t);
+  const auto count_place = [&](int32_t j, bool vote) {
+    const Count count = env.count(Vote::kPlace, j, vote);
+    const int32_t before = tally.hits + count.before;
+    tally.hits += count.all;
+    return vote ? before : ~before;
+  };
+  const Stretch places = stretch_of(t, p.hot_slots);
+  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    if (r < places.rounds) {
+      mine->place_rank[r] = count_place(places.first + r * t.wave, mine->place_rank[r] != 0);
     }
   }
-  const bool repeated = *w.repeated != 0;
-  const Share entries = share_of(t, p.top_k);
-  for (int32_t from = entries.begin; from < entries.end && from < p.top_k; from += t.wave) {
-    const int32_t i = from + lane;
-    bool missing = i < p.top_k && w.result[i] == kPending && (!repeated || is_first(w, i));
-    if (missing && (w.host[i] < 0 || w.host[i] >= p.host_slots)) {
-      if (job.records) {
-        env.fault(SwapInArgument::kHostLocs, at_row(job.request, w.tokens[i]), w.host[i], p.host_slots);
-      }
-      w.result[i] = -1;
-      missing = false;
-    }
-    tally.misses += env.vote(w.misses, i, missing, t);
+  KVIO_ROLLED for (int32_t r = kSlotRounds; r < places.rounds; ++r) {
+    const int32_t j = places.first + r * t.wave;
+    const int32_t counted = count_place(j, j < p.hot_slots && w.place_rank[j] != 0);
+    if (j < p.hot_slots) w.place_rank[j] = static_cast<int16_t>(counted);
+  }
+  const auto count_entry = [&](int32_t i, int32_t vote) {
+    const Count count = env.count(Vote::kEntry, i, vote == 1);
+    const int32_t before = tally.misses + count.before;
+    tally.misses += count.all;
+    return vote == 1 ? before : vote == 0 ? kNoMiss : kNoHostLoc;
+  };
+  const Stretch entries = stretch_of(t, p.top_k);
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    const int32_t vote = mine->miss_rank[r];
+    mine->miss_rank[r] = r < entries.rounds ? count_entry(entries.first + r * t.wave, vote) : kNoMiss;
+  }
+  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    const int32_t counted = count_entry(i, i < p.top_k ? w.miss_rank[i] : 0);
+    if (i < p.top_k) w.miss_rank[i] = static_cast<int16_t>(counted);
   }
   return tally;
 }
 
-// The slots in their new order: those that left and were not taken, those that were taken, those that stayed; the
-// answers that are known; and which entry misses as which. `before` is of the waves before this thread's.
-KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job, const Tally& before, const Tally& all,
-                     const Thread& t) {
-  const int32_t lane = t.number % t.wave;
+// The slots in their new order: those that left and were not taken, those that were taken, those that stayed. `before`
+// is of the waves before this thread's.
+KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t, const Mine& mine,
+                     const Tally& before, const Tally& all) {
   const int32_t leaving = p.hot_slots - all.hits;
   const int32_t taken = all.misses < leaving ? all.misses : leaving;
-  int16_t* lru = row_of(p.lru_slots, job.request);
-  const Share places = share_of(t, p.hot_slots);
-  int32_t hits = before.hits;
-  for (int32_t from = places.begin; from < places.end && from < p.hot_slots; from += t.wave) {
-    const int32_t j = from + lane;
-    if (j < p.hot_slots) {
-      const int32_t hits_before = hits + bits_between(w.lru_hits, from, j);
-      const uint16_t slot = w.lru[j];
-      int32_t to;
-      if (bit_of(w.lru_hits, j)) {
-        to = leaving + hits_before;
-      } else {
-        const int32_t turn = j - hits_before;
-        if (turn < taken) w.order[turn] = slot;
-        to = turn < taken ? leaving - taken + turn : turn - taken;
-      }
-      if (job.records) lru[to] = static_cast<int16_t>(slot);
+  const auto put = [&](int32_t j, int32_t rank, uint16_t slot) {
+    int32_t to;
+    if (rank >= 0) {
+      to = leaving + before.hits + rank;
+    } else {
+      const int32_t turn = j - before.hits - ~rank;
+      if (turn < taken) w.order[turn] = slot;
+      to = turn < taken ? leaving - taken + turn : turn - taken;
     }
-    hits += bits_between(w.lru_hits, from, from + t.wave);
+    if (job.records) job.lru[to] = static_cast<int16_t>(slot);
+  };
+  const Stretch places = stretch_of(t, p.hot_slots);
+  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    const int32_t j = places.first + r * t.wave;
+    if (r < places.rounds && j < p.hot_slots) put(j, mine.place_rank[r], mine.lru[r]);
   }
-  int32_t* out = row_of(p.top_k_device_locs, job.batch_row);
-  const Share entries = share_of(t, p.top_k);
-  int32_t misses = before.misses;
-  for (int32_t from = entries.begin; from < entries.end && from < p.top_k; from += t.wave) {
-    const int32_t i = from + lane;
-    if (i < p.top_k) {
-      if (bit_of(w.misses, i)) {
-        w.missing[misses + bits_between(w.misses, from, i)] = static_cast<uint16_t>(i);
-      } else if (job.records && w.result[i] != kPending) {
-        out[i] = w.result[i];
-      }
-    }
-    misses += bits_between(w.misses, from, from + t.wave);
+  KVIO_ROLLED for (int32_t r = kSlotRounds; r < places.rounds; ++r) {
+    const int32_t j = places.first + r * t.wave;
+    if (j < p.hot_slots) put(j, w.place_rank[j], w.lru[j]);
   }
 }
 
-// Misses take the slots that leave, least recently used first. A slot whose own location is bad stays empty.
+// A miss that takes the slot, or none, that is its turn's.
+struct Taken {
+  int32_t slot;   // -1 for none
+  int32_t given;  // its location
+};
+
+KVIO_STEP int32_t slot_taken(const Workspace& w, int32_t miss, int32_t leaving) {
+  // Fewer slots than misses only where lru_slots names some wrongly.
+  return miss < leaving ? w.order[miss] : -1;
+}
+
+// Records a miss; returns its location. A slot whose own location is bad stays empty.
 template <class Env>
-KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Tally& all,
-                      const Thread& t) {
-  int32_t* resident = row_of(p.device_buffer_tokens, job.request);
-  const int32_t* locs = row_of(p.device_buffer_locs, job.request);
-  int32_t* out = row_of(p.top_k_device_locs, job.batch_row);
+KVIO_STEP int32_t take(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, int32_t miss,
+                       const Taken& taken, int32_t token, int64_t host) {
+  int32_t loc = -1;
+  if (taken.slot >= 0) {
+    loc = checked_loc(env, p, taken.given, taken.slot, SwapInArgument::kDeviceLocs);
+    if (job.records) job.tokens[taken.slot] = loc >= 0 ? token : kNoToken;
+  }
+  w.miss_src[miss] = host;
+  w.miss_dst[miss] = loc;
+  if (job.records && p.plan.miss_count.data != nullptr) {
+    row_of(p.plan.miss_src, job.batch_row)[miss] = host;
+    row_of(p.plan.miss_dst, job.batch_row)[miss] = taken.given;
+  }
+  return loc;
+}
+
+// The answers. Misses take the slots that leave, least recently used first.
+template <class Env>
+KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t, Mine* mine,
+                      const Tally& before, const Tally& all) {
   const int32_t leaving = p.hot_slots - all.hits;
-  for (int32_t m = t.number; m < all.misses; m += t.count) {
-    const int32_t i = w.missing[m];
-    int32_t given = -1;
-    int32_t loc = -1;
-    // Fewer slots than misses only where lru_slots names some wrongly.
-    if (m < leaving) {
-      const uint16_t slot = w.order[m];
-      given = locs[slot];
-      loc = checked_loc(env, p, job, given, at_row(job.request, slot), SwapInArgument::kDeviceLocs);
-      if (job.records) resident[slot] = loc >= 0 ? w.tokens[i] : kNoToken;
+  const Stretch entries = stretch_of(t, p.top_k);
+  Taken taken[kEntryRounds];
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    taken[r] = {-1, -1};
+    if (mine->miss_rank[r] >= 0) taken[r].slot = slot_taken(w, before.misses + mine->miss_rank[r], leaving);
+    if (taken[r].slot >= 0) taken[r].given = job.locs[taken[r].slot];
+  }
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    if (mine->miss_rank[r] >= 0) {
+      mine->result[r] = take(env, p, w, job, before.misses + mine->miss_rank[r], taken[r], mine->token[r],
+                             host_loc_of(p, mine->host[r]));
     }
-    w.result[i] = loc;
-    w.miss_dst[m] = loc;
-    if (!job.records) continue;
-    out[i] = loc;
-    if (p.plan.miss_count.data != nullptr) {
-      row_of(p.plan.miss_src, job.batch_row)[m] = w.host[i];
-      row_of(p.plan.miss_dst, job.batch_row)[m] = given;
+    if (i >= p.top_k || r >= entries.rounds) continue;
+    if (job.records) job.out[i] = mine->result[r];
+    if (KVIO_RARELY(*w.repeated != 0)) {
+      w.result[i] = mine->result[r];
+      w.miss_rank[i] = static_cast<int16_t>(mine->miss_rank[r]);
     }
+  }
+  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    if (i >= p.top_k) break;
+    if (w.miss_rank[i] >= 0) {
+      const int32_t miss = before.misses + w.miss_rank[i];
+      const int32_t token = job.selected[i];
+      Taken one{slot_taken(w, miss, leaving), -1};
+      if (one.slot >= 0) one.given = job.locs[one.slot];
+      w.result[i] = take(env, p, w, job, miss, one, token, host_loc_of(p, raw_host_loc(p, job, token)));
+    }
+    if (job.records) job.out[i] = w.result[i];
   }
   if (t.number == 0 && job.records) record_misses(p, job.batch_row, all.misses);
 }
 
-// Entries whose token a lower one selects have its answer.
+// The two steps after it where tokens are repeated: who asked tells, and the others are told.
+KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
+  KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
+    if (w.miss_rank[i] != kNoMiss) w.values[home_of(p, w, job.selected[i])] = w.result[i];
+  }
+}
 KVIO_STEP void repeat(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
-  int32_t* out = row_of(p.top_k_device_locs, job.batch_row);
-  for (int32_t i = t.number; i < p.top_k; i += t.count) {
-    if (w.tokens[i] != kNoToken && !is_first(w, i)) out[i] = w.result[w.first[w.home[i]]];
+  KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
+    if (w.result[i] == kPending) job.out[i] = w.values[home_of(p, w, job.selected[i])];
   }
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -17,32 +18,49 @@ namespace py = pybind11;
 namespace kvio {
 namespace {
 
+using gpu::Count;
 using gpu::Job;
 using gpu::ResolveParams;
 using gpu::SwapInArgument;
 using gpu::Tally;
 using gpu::Thread;
+using gpu::Vote;
 using gpu::Workspace;
 
 using Fault = std::tuple<int, int64_t, int64_t, int64_t>;  // argument, position, value, limit
 
 struct HostEnv {
+  const ResolveParams* p;
+  const Job* job;
   std::vector<Fault>* faults;
+  int32_t wave = 1;
+  std::vector<bool> votes[2] = {};
 
   int32_t claim(int32_t* at, int32_t expected, int32_t value) const {
     const int32_t before = *at;
     if (before == expected) *at = value;
     return before;
   }
-  void lower(int32_t* at, int32_t value) const { *at = std::min(*at, value); }
-  // A thread counts its own vote.
-  int32_t vote(uint32_t* words, int32_t at, bool flag, const Thread&) const {
-    const uint32_t bit = 1u << (at & 31);
-    words[at >> 5] = flag ? words[at >> 5] | bit : words[at >> 5] & ~bit;
-    return flag ? 1 : 0;
+  void raise(int32_t* at, int32_t most) const { *at = std::max(*at, most); }
+  void post_slots(uint32_t* words, int32_t slot, bool flag) const {
+    const uint32_t bit = 1u << (slot & 31);
+    words[slot >> 5] = flag ? words[slot >> 5] | bit : words[slot >> 5] & ~bit;
   }
-  void fault(SwapInArgument argument, int64_t position, int64_t value, int64_t limit) const {
-    faults->emplace_back(static_cast<int>(argument), position, value, limit);
+  void post(Vote vote, int32_t at, bool flag) {
+    std::vector<bool>& of = votes[static_cast<size_t>(vote)];
+    if (of.size() <= static_cast<size_t>(at)) of.resize(static_cast<size_t>(at) + 1);
+    of[static_cast<size_t>(at)] = flag;
+  }
+  Count count(Vote vote, int32_t at, bool flag) const {
+    const std::vector<bool>& of = votes[static_cast<size_t>(vote)];
+    if (of.at(static_cast<size_t>(at)) != flag) throw std::logic_error("another vote than was posted");
+    const auto wave_begin = of.begin() + at / wave * wave;
+    return {static_cast<int32_t>(std::count(wave_begin, of.begin() + at, true)),
+            static_cast<int32_t>(std::count(wave_begin, wave_begin + wave, true))};
+  }
+  void note(SwapInArgument argument, int32_t column, int64_t value) const {
+    faults->emplace_back(static_cast<int>(argument), gpu::fault_position(*job, argument, column), value,
+                         gpu::fault_limit(*p, *job, argument));
   }
 };
 
@@ -72,44 +90,47 @@ Rows<T> rows_at(const Address& at) {
   return {reinterpret_cast<T*>(std::get<0>(at)), std::get<1>(at)};
 }
 
-// Of the waves before each thread's.
+// Of the waves before each thread's; all threads of a wave have its tally.
 std::vector<Tally> sums_before(const std::vector<Tally>& tallies, int32_t wave, Tally* all) {
   std::vector<Tally> before;
   *all = Tally();
   Tally of_waves{};
-  for (const Tally& tally : tallies) {
-    if (before.size() % static_cast<size_t>(wave) == 0) of_waves = *all;
+  for (size_t i = 0; i < tallies.size(); ++i) {
+    if (i % static_cast<size_t>(wave) == 0) {
+      of_waves = *all;
+      all->hits += tallies[i].hits;
+      all->misses += tallies[i].misses;
+    }
     before.push_back(of_waves);
-    all->hits += tally.hits;
-    all->misses += tally.misses;
   }
   return before;
 }
 
 int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, int32_t wave,
                 uint64_t seed, std::vector<Fault>* faults) {
-  HostEnv env{faults};
+  HostEnv env{&p, &job, faults, wave};
   Cta cta(threads, wave, seed);
   const size_t count = static_cast<size_t>(threads);
-  std::vector<gpu::Selected> selected(count);
-  std::vector<gpu::Fetched> fetched(count);
+  std::vector<gpu::Mine> mine(count);
   std::vector<Tally> tallies(count);
-  const auto of = [](auto& values, const Thread& t) -> auto& { return values[static_cast<size_t>(t.number)]; };
+  const auto of = [](auto& values, const Thread& t) { return &values[static_cast<size_t>(t.number)]; };
   cta.all([&](const Thread& t) {
-    of(selected, t) = gpu::select(p, job.batch_row, t.number, t);
+    gpu::begin(p, job.batch_row, t, of(mine, t));
     gpu::clear(p, w, t);
   });
-  cta.all([&](const Thread& t) {
-    of(fetched, t) = gpu::fetch(p, job, t);
-    gpu::insert(env, p, w, job, of(selected, t), t);
-  });
-  cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, of(fetched, t), t); });
-  cta.all([&](const Thread& t) { of(tallies, t) = gpu::vote(env, p, w, job, of(fetched, t), t); });
+  cta.all([&](const Thread& t) { gpu::insert(env, p, w, job, t, of(mine, t)); });
+  if (*w.repeated != 0) cta.all([&](const Thread& t) { gpu::settle(env, p, w, job, t, *of(mine, t)); });
+  cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, t, *of(mine, t)); });
+  cta.all([&](const Thread& t) { gpu::judge(env, p, w, job, t, of(mine, t)); });
+  cta.all([&](const Thread& t) { *of(tallies, t) = gpu::rank(env, p, w, t, of(mine, t)); });
   Tally all;
-  const std::vector<Tally> before = sums_before(tallies, wave, &all);
-  cta.all([&](const Thread& t) { gpu::place(p, w, job, of(before, t), all, t); });
-  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, all, t); });
-  if (*w.repeated != 0 && job.records) cta.all([&](const Thread& t) { gpu::repeat(p, w, job, t); });
+  std::vector<Tally> before = sums_before(tallies, wave, &all);
+  cta.all([&](const Thread& t) { gpu::place(p, w, job, t, *of(mine, t), *of(before, t), all); });
+  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, of(mine, t), *of(before, t), all); });
+  if (*w.repeated != 0) {
+    cta.all([&](const Thread& t) { gpu::tell(p, w, job, t); });
+    if (job.records) cta.all([&](const Thread& t) { gpu::repeat(p, w, job, t); });
+  }
   return all.misses;
 }
 
@@ -137,7 +158,7 @@ void bind_swap_in_steps(py::module_& m) {
         p.plan.miss_dst = rows_at<int32_t>(miss_dst);
         p.plan.miss_count = {reinterpret_cast<int32_t*>(std::get<0>(miss_count)), std::get<1>(miss_count)};
         p.host_slots = host_slots;
-        p.device_slots = device_slots;
+        p.device_slots = static_cast<uint32_t>(std::min<int64_t>(device_slots, int64_t{1} << 31));
         p.max_len = max_len;
         p.top_k = top_k;
         p.hot_slots = hot_slots;
@@ -145,18 +166,18 @@ void bind_swap_in_steps(py::module_& m) {
         std::vector<char> memory(static_cast<size_t>(p.layout.bytes) + 16, static_cast<char>(0x5a));
         char* base = memory.data() + (16 - reinterpret_cast<uint64_t>(memory.data()) % 16) % 16;
         const Workspace w = gpu::workspace_at(base, p.layout);
-        const Job job{batch_row, request, seq_len, records};
+        const Job job = gpu::make_job(p, batch_row, request, seq_len, records);
         std::vector<Fault> faults;
         std::vector<std::tuple<int64_t, int32_t>> moves;
         if (seq_len <= hot_slots && p.device_locs.data == nullptr) {
-          HostEnv env{&faults};
+          HostEnv env{&p, &job, &faults};
           for (int32_t i = 0; i < top_k; ++i) {
-            gpu::row_of(p.top_k_device_locs, batch_row)[i] = gpu::direct_result(env, p, job, i);
+            gpu::row_of(p.top_k_device_locs, batch_row)[i] = gpu::direct_result(env, p, job, seq_len, i);
           }
           gpu::record_misses(p, batch_row, 0);
         } else {
           const int32_t misses = resolve(p, w, job, threads, wave, seed, &faults);
-          for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.host[w.missing[miss]], w.miss_dst[miss]);
+          for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
         }
         return std::make_tuple(moves, faults);
       },
