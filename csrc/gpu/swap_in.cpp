@@ -27,6 +27,29 @@ void check_pieces(const char* op, const SwapInPools& pools, int64_t misses) {
   }
 }
 
+// Kernels multiply with row strides of 31 bits.
+void check_stride(const char* op, const char* name, int64_t stride) {
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  if (stride > kMost)
+    fail(op, name, " has a stride of ", stride, " elements from row to row; it may be at most ", kMost);
+}
+
+void check_plan_strides(const char* op, int64_t miss_src, int64_t miss_dst) {
+  check_stride(op, "miss_src", miss_src);
+  check_stride(op, "miss_dst", miss_dst);
+}
+
+void check_strides(const char* op, const SwapInRequest& r) {
+  check_stride(op, "top_k_tokens", r.top_k_tokens.stride);
+  check_stride(op, "device_buffer_tokens", r.device_buffer_tokens.stride);
+  check_stride(op, "device_buffer_locs", r.device_buffer_locs.stride);
+  check_stride(op, "host_cache_locs", r.host_cache_locs.stride);
+  check_stride(op, "lru_slots", r.lru_slots.stride);
+  check_stride(op, "top_k_device_locs", r.top_k_device_locs.stride);
+  if (r.device_locs) check_stride(op, "device_locs", r.device_locs->stride);
+  if (r.plan) check_plan_strides(op, r.plan->miss_src.stride, r.plan->miss_dst.stride);
+}
+
 void translate_pools(const char* op, SwapInPools* pools) {
   if (!pools->moves_bytes()) return;
   HostSides host(op, pools->device, pools->host_device, "device_buffer", "host_cache");
@@ -109,6 +132,7 @@ void swap_in(SwapInRequest* request) {
   const DeviceGuard guard(op, device);
   raise_pending_fault(op, device);
   if (request->batch == 0 || request->top_k == 0) return;
+  check_strides(op, *request);
   check_pieces(op, request->pools, request->top_k);
   translate_pools(op, &request->pools);
   const Stream stream = current_stream(op, device);
@@ -138,6 +162,7 @@ void copy_planned(CopyPlannedRequest* request) {
   const DeviceGuard guard(op, device);
   raise_pending_fault(op, device);
   if (request->batch == 0 || !request->pools.moves_bytes()) return;
+  check_plan_strides(op, request->plan.miss_src.stride, request->plan.miss_dst.stride);
   check_pieces(op, request->pools, request->max_misses);
   translate_pools(op, &request->pools);
   replay(*request, false, fault_record(op, device), current_stream(op, device));

@@ -182,12 +182,14 @@ __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, cons
   Mine mine;
   begin(p, batch_row, t, &mine);
   clear(p, w, t);
-  __syncthreads();
   const bool padding = batch_row >= real;
   const bool unknown = request < 0 || request >= p.pool_slots;
-  const Job job = make_job(p, batch_row, unknown ? 0 : request, seq_len, records);
+  const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
+  const bool is_long = !padding && !unknown && (seq_len > p.hot_slots || p.device_locs.data != nullptr);
+  if (is_long) fetch(p, job, t, &mine);
+  __syncthreads();
   int32_t misses = 0;
-  if (!padding && !unknown && (seq_len > p.hot_slots || p.device_locs.data != nullptr)) {
+  if (is_long) {
     misses = resolve_long(launch, w, job, t, &env, &mine);
   } else if (records) {
     for (int32_t i = t.number; i < p.top_k; i += t.count) {
@@ -328,8 +330,8 @@ __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __gri
 
 struct PlannedLaunch {
   Rooms rooms;
-  Rows<const int64_t> miss_src;
-  Rows<const int32_t> miss_dst;
+  ShortRows<const int64_t> miss_src;
+  ShortRows<const int32_t> miss_dst;
   Strided<const int32_t> miss_count;
   const int32_t* num_real_reqs;
   FaultRecord* fault;
@@ -400,7 +402,7 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
         const int32_t middle = (low + high) / 2;
         (sums[middle] <= miss ? low : high) = middle;
       }
-      const int64_t row = begin + low;
+      const uint32_t row = static_cast<uint32_t>(begin + low);
       const uint32_t m = miss - sums[low];
       MissPlace place{row_of(launch.miss_src, row)[m], row_of(launch.miss_dst, row)[m]};
       const int64_t position = at_row(row, m);
@@ -478,17 +480,23 @@ PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
 
 ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layout) {
   ResolveParams p{};
-  p.top_k_tokens = r.top_k_tokens;
-  p.device_buffer_tokens = r.device_buffer_tokens;
-  p.device_buffer_locs = r.device_buffer_locs;
-  p.host_cache_locs = r.host_cache_locs;
-  p.lru_slots = r.lru_slots;
-  p.top_k_device_locs = r.top_k_device_locs;
+  p.top_k_tokens = short_rows(r.top_k_tokens);
+  p.device_buffer_tokens = short_rows(r.device_buffer_tokens);
+  p.device_buffer_locs = short_rows(r.device_buffer_locs);
+  p.host_is_int64 = r.host_cache_locs.is_int64;
+  p.host_cache_locs = {static_cast<const uint32_t*>(r.host_cache_locs.data),
+                       static_cast<uint32_t>(r.host_cache_locs.stride) << (p.host_is_int64 ? 1 : 0)};
+  p.lru_slots = short_rows(r.lru_slots);
+  p.top_k_device_locs = short_rows(r.top_k_device_locs);
   p.req_pool_indices = r.req_pool_indices;
   p.seq_lens = r.seq_lens;
   p.num_real_reqs = r.num_real_reqs;
-  if (r.device_locs) p.device_locs = *r.device_locs;
-  if (r.plan) p.plan = *r.plan;
+  if (r.device_locs) p.device_locs = short_rows(*r.device_locs);
+  if (r.plan) {
+    p.miss_src = short_rows(r.plan->miss_src);
+    p.miss_dst = short_rows(r.plan->miss_dst);
+    p.miss_count = r.plan->miss_count;
+  }
   p.pool_slots = r.pool_slots;
   p.max_len = r.max_len;
   p.host_slots = r.pools.host_limit.slots;
@@ -538,8 +546,8 @@ void launch_resolve(const SwapInRequest& request, const WorkspaceLayout& layout,
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
                          bool follows_resolve, FaultRecord* fault, Stream stream) {
   PlannedLaunch launch{};
-  launch.miss_src = request.plan.miss_src;
-  launch.miss_dst = request.plan.miss_dst;
+  launch.miss_src = short_rows(request.plan.miss_src);
+  launch.miss_dst = short_rows(request.plan.miss_dst);
   launch.miss_count = request.plan.miss_count;
   launch.num_real_reqs = request.num_real_reqs;
   launch.fault = fault;

@@ -39,6 +39,12 @@ constexpr int32_t hash_bits_for(int64_t top_k, int64_t times) {
   return bits;
 }
 
+// Rounds of which a thread keeps what it knows, and has what it waits for under way together.
+constexpr int32_t kSlotRounds = 4;
+constexpr int32_t kEntryRounds = 2;
+
+constexpr int32_t kMostThreads = 1024;
+
 // Where the arrays of a CTA's memory are: bytes from where it begins, and how many in all.
 struct WorkspaceLayout {
   int32_t hash_bits;
@@ -62,7 +68,7 @@ struct Workspace {
   int32_t* keys;    // [hash] token, kNoToken for none
   int32_t* values;  // [hash] its device location, -1 for none that may be given out; pending_of an entry until known
   int32_t* result;  // [top_k] as Mine::result
-  uint32_t* slot_hits;  // a bit for each slot: it holds a selected token
+  uint32_t* slot_hits;  // a bit for each slot, up to whole rounds: it holds a selected token
   uint16_t* lru;        // [hot_slots] slots as given
   int16_t* place_rank;  // [hot_slots] as Mine::place_rank
   int16_t* miss_rank;   // [top_k] as Mine::miss_rank
@@ -94,7 +100,8 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
     layout.keys = take(4 * hash);
     layout.values = take(4 * hash);
     layout.result = take(4 * top_k);
-    layout.slot_hits = take((hot_slots + 63) / 64 * 8);
+    layout.slot_hits = take((hot_slots + kMostThreads * kSlotRounds - 1) / (kMostThreads * kSlotRounds) *
+                            (kMostThreads * kSlotRounds / 8));
     layout.lru = take(2 * hot_slots);
     layout.place_rank = take(2 * hot_slots);
     layout.miss_rank = take(2 * top_k);
@@ -124,18 +131,38 @@ KVIO_STEP Workspace workspace_at(char* base, const WorkspaceLayout& at) {
   return w;
 }
 
+// Rows of a tensor as kernels have them: `stride` is below 2^32, so that an address is one multiplication.
+template <class T>
+struct ShortRows {
+  T* data;
+  uint32_t stride;  // elements
+};
+
+template <class T>
+ShortRows<T> short_rows(const Rows<T>& rows) {
+  return {rows.data, static_cast<uint32_t>(rows.stride)};
+}
+
+template <class T>
+KVIO_STEP T* row_of(const ShortRows<T>& rows, uint32_t row) {
+  return rows.data + static_cast<uint64_t>(row) * rows.stride;
+}
+
 struct ResolveParams {
-  Rows<const int32_t> top_k_tokens;
-  Rows<int32_t> device_buffer_tokens;
-  Rows<const int32_t> device_buffer_locs;
-  HostLocs host_cache_locs;
-  Rows<int16_t> lru_slots;
-  Rows<int32_t> top_k_device_locs;
+  ShortRows<const int32_t> top_k_tokens;
+  ShortRows<int32_t> device_buffer_tokens;
+  ShortRows<const int32_t> device_buffer_locs;
+  ShortRows<const uint32_t> host_cache_locs;  // in words, two for a location where host_is_int64
+  bool host_is_int64;
+  ShortRows<int16_t> lru_slots;
+  ShortRows<int32_t> top_k_device_locs;
   IndexList req_pool_indices;
   IndexList seq_lens;
   const int32_t* num_real_reqs;
-  Rows<const int32_t> device_locs;
-  RecordedPlan plan;
+  ShortRows<const int32_t> device_locs;
+  ShortRows<int64_t> miss_src;  // the recorded plan; null without
+  ShortRows<int32_t> miss_dst;
+  Strided<int32_t> miss_count;
   int64_t pool_slots;
   int64_t max_len;
   int64_t host_slots;
@@ -144,11 +171,6 @@ struct ResolveParams {
   int32_t hot_slots;
   WorkspaceLayout layout;
 };
-
-template <class T>
-KVIO_STEP T* row_of(const Rows<T>& rows, int64_t row) {
-  return rows.data + row * rows.stride;
-}
 
 KVIO_STEP int64_t entry_of(const IndexList& list, int64_t at) {
   const int64_t i = at * list.stride;
@@ -160,7 +182,7 @@ struct Job {
   int32_t batch_row;
   int32_t token_limit;  // tokens are below it
   int32_t newest;       // the token with a slot of its own, kNoToken if it is beyond an int32
-  int64_t request;      // row of the state tensors
+  uint32_t request;     // row of the state tensors
   bool records;         // this CTA writes the state, the answers, the plan and faults; others only find out what misses
   const int32_t* selected;
   int32_t* out;
@@ -170,7 +192,7 @@ struct Job {
   const int32_t* direct;  // row of device_locs, null without
 };
 
-KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, int64_t request, int64_t seq_len, bool records) {
+KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t request, int64_t seq_len, bool records) {
   constexpr int64_t kMost = 0x7fffffff;
   // Where the token names its slot, host locations are not looked at.
   const bool is_direct = seq_len <= p.hot_slots && p.device_locs.data == nullptr;
@@ -196,10 +218,6 @@ struct Thread {
   int32_t count;
   int32_t wave;
 };
-
-// Rounds of which a thread keeps what it knows, and has what it waits for under way together.
-constexpr int32_t kSlotRounds = 4;
-constexpr int32_t kEntryRounds = 2;
 
 constexpr int32_t kNoMiss = -1;     // of an entry that need not be loaded, or is by another one
 constexpr int32_t kNoHostLoc = -2;  // of one that should be, but from no location of the pool
@@ -235,14 +253,13 @@ KVIO_STEP Stretch stretch_of(const Thread& t, int32_t total) {
 }
 
 KVIO_STEP RawLoc raw_host_loc(const ResolveParams& p, const Job& job, int32_t token) {
-  const int64_t i = job.request * p.host_cache_locs.stride + token;
-  const uint32_t* at = static_cast<const uint32_t*>(p.host_cache_locs.data) + (p.host_cache_locs.is_int64 ? 2 * i : i);
+  const uint32_t* at = row_of(p.host_cache_locs, job.request) + (int64_t{token} << (p.host_is_int64 ? 1 : 0));
   RawLoc loc{at[0], 0};
-  if (p.host_cache_locs.is_int64) loc.high = at[1];
+  if (p.host_is_int64) loc.high = at[1];
   return loc;
 }
 KVIO_STEP int64_t host_loc_of(const ResolveParams& p, const RawLoc& loc) {
-  if (!p.host_cache_locs.is_int64) return static_cast<int32_t>(loc.low);
+  if (!p.host_is_int64) return static_cast<int32_t>(loc.low);
   return static_cast<int64_t>(uint64_t{loc.high} << 32 | loc.low);
 }
 
@@ -252,7 +269,7 @@ KVIO_STEP int64_t at_row(int64_t row, int64_t column) { return row << 32 | colum
 // Where a fault that a step noted is, and what would have been allowed there.
 KVIO_STEP int64_t fault_position(const Job& job, SwapInArgument argument, int32_t column) {
   if (argument == SwapInArgument::kRequest) return column;
-  return at_row(argument == SwapInArgument::kTopK ? job.batch_row : job.request, column);
+  return at_row(argument == SwapInArgument::kTopK ? job.batch_row : int64_t{job.request}, column);
 }
 KVIO_STEP int64_t fault_limit(const ResolveParams& p, const Job& job, SwapInArgument argument) {
   switch (argument) {
@@ -281,8 +298,8 @@ KVIO_STEP int32_t checked_loc(Env& env, const ResolveParams& p, int32_t loc, int
 
 // How many misses a row of the batch has, where a plan is recorded.
 KVIO_STEP void record_misses(const ResolveParams& p, int32_t batch_row, int32_t misses) {
-  if (p.plan.miss_count.data == nullptr) return;
-  p.plan.miss_count.data[batch_row * p.plan.miss_count.stride] = misses;
+  if (p.miss_count.data == nullptr) return;
+  p.miss_count.data[batch_row * p.miss_count.stride] = misses;
 }
 
 // Entry i where the token names its slot: sequences that fit the hot buffer.
@@ -320,23 +337,26 @@ KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t
   if (t.number == 0) *w.repeated = 0;
 }
 
-// Where the search for a token begins: a pair of keys. A token is in the first free place from there on, so that a pair
-// whose second key is free ends a search.
-KVIO_STEP uint32_t pair_of(const ResolveParams& p, int32_t token) {
-  return static_cast<uint32_t>(token) * 2654435761u >> (33 - p.layout.hash_bits) << 1;
+// Where the search for a token begins: four keys. A token is in the first free place from there on, so that four whose
+// last is free end a search.
+KVIO_STEP uint32_t quad_of(const ResolveParams& p, int32_t token) {
+  return static_cast<uint32_t>(token) * 2654435761u >> (34 - p.layout.hash_bits) << 2;
 }
-struct alignas(8) KeyPair {
-  int32_t keys[2];
-};
-KVIO_STEP KeyPair key_pair(const Workspace& w, uint32_t home) {
-  return *reinterpret_cast<const KeyPair*>(w.keys + home);
+
+// Which of the four keys at `home` is `token`, 4 for none; `last` is the last of them.
+KVIO_STEP uint32_t find_in_quad(const Workspace& w, uint32_t home, int32_t token, int32_t* last) {
+  const Quad quad = *reinterpret_cast<const Quad*>(w.keys + home);
+  uint32_t which = 4;
+  KVIO_UNROLL for (uint32_t k = 0; k < 4; ++k) which = quad.words[k] == token ? k : which;
+  *last = quad.words[3];
+  return which;
 }
 
 // Where in the table `token` is; it is there.
 KVIO_STEP uint32_t home_of(const ResolveParams& p, const Workspace& w, int32_t token) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  uint32_t h = pair_of(p, token);
-  while (w.keys[h] != token) h = (h + 1) & mask;
+  uint32_t h = quad_of(p, token);
+  KVIO_ROLLED while (w.keys[h] != token) h = (h + 1) & mask;
   return h;
 }
 
@@ -362,8 +382,8 @@ KVIO_STEP int32_t known_result(Env& env, const ResolveParams& p, const Job& job,
 template <class Env>
 KVIO_STEP uint32_t insert_token(Env& env, const ResolveParams& p, const Workspace& w, int32_t i, int32_t token) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  uint32_t home = pair_of(p, token);
-  while (true) {
+  uint32_t home = quad_of(p, token);
+  KVIO_ROLLED while (true) {
     const int32_t before = env.claim(&w.keys[home], kNoToken, token);
     if (before == kNoToken) {
       w.values[home] = pending_of(i);
@@ -377,16 +397,8 @@ KVIO_STEP uint32_t insert_token(Env& env, const ResolveParams& p, const Workspac
   }
 }
 
-// Puts tokens into the table, while the state is under way.
-template <class Env>
-KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                      Mine* mine) {
-  const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
-    mine->result[r] = known_result(env, p, job, entries.first + r * t.wave, mine->token[r]);
-    mine->host[r] = {0, 0};
-    if (mine->result[r] == kPending) mine->host[r] = raw_host_loc(p, job, mine->token[r]);
-  }
+// Has the state under way, of the first rounds.
+KVIO_STEP void fetch(const ResolveParams& p, const Job& job, const Thread& t, Mine* mine) {
   const Stretch places = stretch_of(t, p.hot_slots);
   KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
     const int32_t s = t.number + r * t.count;
@@ -395,11 +407,18 @@ KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, cons
     mine->slot_loc[r] = s < p.hot_slots ? job.locs[s] : 0;
     mine->lru[r] = r < places.rounds && j < p.hot_slots ? static_cast<uint16_t>(job.lru[j]) : 0;
   }
+}
+
+// Puts tokens into the table.
+template <class Env>
+KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                      Mine* mine) {
+  const Stretch entries = stretch_of(t, p.top_k);
   KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    mine->result[r] = known_result(env, p, job, i, mine->token[r]);
     mine->home[r] = 0;
-    if (mine->result[r] == kPending) {
-      mine->home[r] = insert_token(env, p, w, entries.first + r * t.wave, mine->token[r]);
-    }
+    if (mine->result[r] == kPending) mine->home[r] = insert_token(env, p, w, i, mine->token[r]);
   }
   KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
@@ -410,7 +429,7 @@ KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, cons
   }
 }
 
-// Calls `entry(i, token, result, home)` for every entry of the thread that is in the table.
+// Calls `entry(i, home)` for every entry of the thread that is in the table.
 template <class Entry>
 KVIO_STEP void for_each_in_table(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                                  const Mine& mine, const Entry& entry) {
@@ -442,108 +461,134 @@ KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const 
     token[r] = mine.slot_token[r];
     loc[r] = mine.slot_loc[r];
   }
-  int32_t base = 0;
+  int32_t base = t.number;
   while (true) {
     uint32_t home[kSlotRounds];
-    KeyPair pair[kSlotRounds];
+    uint32_t which[kSlotRounds];
+    int32_t last[kSlotRounds];
+    bool go_on = false;
     KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
-      home[r] = pair_of(p, token[r]);
-      pair[r] = key_pair(w, home[r]);
+      home[r] = quad_of(p, token[r]);
+      which[r] = find_in_quad(w, home[r], token[r], &last[r]);
     }
-    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
-      while (KVIO_RARELY(pair[r].keys[0] != token[r] && pair[r].keys[1] != token[r] && pair[r].keys[1] != kNoToken)) {
-        home[r] = (home[r] + 2) & mask;
-        pair[r] = key_pair(w, home[r]);
+    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) go_on = go_on || (which[r] == 4 && last[r] != kNoToken);
+    if (KVIO_RARELY(go_on)) {
+      KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+        KVIO_ROLLED while (which[r] == 4 && last[r] != kNoToken) {
+          home[r] = (home[r] + 4) & mask;
+          which[r] = find_in_quad(w, home[r], token[r], &last[r]);
+        }
       }
     }
+    bool is_bad = false;
     KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
-      const int32_t s = base + t.number + r * t.count;
-      const bool is_second = pair[r].keys[1] == token[r];
-      const bool hit = (is_second || pair[r].keys[0] == token[r]) && token[r] >= 0;
-      if (hit) {
-        w.values[home[r] + (is_second ? 1 : 0)] = checked_loc(env, p, loc[r], s, SwapInArgument::kDeviceLocs);
+      const bool hit = which[r] != 4 && token[r] >= 0;
+      const bool in_pool = static_cast<uint32_t>(loc[r]) < p.device_slots;
+      if (hit) w.values[home[r] + which[r]] = in_pool ? loc[r] : -1;
+      is_bad = is_bad || (hit && !in_pool);
+      env.post_slots(w.slot_hits, base + r * t.count, hit);
+    }
+    if (KVIO_RARELY(is_bad)) {
+      KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+        if (which[r] == 4 || token[r] < 0 || static_cast<uint32_t>(loc[r]) < p.device_slots) continue;
+        env.note(SwapInArgument::kDeviceLocs, base + r * t.count, loc[r]);
       }
-      // All lanes of a wave or none.
-      if (s - (t.number & (t.wave - 1)) < p.hot_slots) env.post_slots(w.slot_hits, s, hit);
     }
     base += kSlotRounds * t.count;
-    if (base >= p.hot_slots) break;
+    if (base - t.number >= p.hot_slots) break;
     KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
-      const int32_t s = base + t.number + r * t.count;
+      const int32_t s = base + r * t.count;
       token[r] = s < p.hot_slots ? job.tokens[s] : kNoToken;
       loc[r] = s < p.hot_slots ? job.locs[s] : 0;
     }
   }
 }
 
-// Whether the slot at place j stays. One that is named wrongly stays as well: it is never given away.
-template <class Env>
-KVIO_STEP bool stays(Env& env, const ResolveParams& p, const Workspace& w, int32_t j, uint16_t slot) {
-  if (KVIO_RARELY(slot >= p.hot_slots)) {
-    env.note(SwapInArgument::kLru, j, static_cast<int16_t>(slot));
-    return true;
-  }
-  return (w.slot_hits[slot >> 5] >> (slot & 31) & 1) != 0;
+// Whether a slot stays, for one that there is.
+KVIO_STEP bool stays(const ResolveParams& p, const Workspace& w, uint16_t slot) {
+  const int32_t known = slot < p.hot_slots ? slot : p.hot_slots - 1;
+  return (w.slot_hits[known >> 5] >> (known & 31) & 1) != 0;
 }
 
-// The result of an entry that is in the table, kPending for one that does not ask itself. *vote is 1 where it has to
-// be loaded, kNoHostLoc where that cannot be.
-template <class Env>
-KVIO_STEP int32_t looked_up(Env& env, const ResolveParams& p, const Workspace& w, int32_t i, uint32_t home,
-                            int32_t token, const RawLoc& raw, int32_t* vote) {
+// Whether entry i, whose token is in the table, asks for it because no slot holds it; else `result` is set where it is
+// known.
+KVIO_STEP bool asks(const Workspace& w, int32_t i, uint32_t home, int32_t* result) {
   const int32_t value = w.values[home];
-  if (value > kPending) return value;
-  if (value != pending_of(i)) return kPending;
-  const int64_t host = host_loc_of(p, raw);
+  if (value > kPending) *result = value;
+  return value == pending_of(i);
+}
+
+// The vote of an entry that asks: 1, or kNoHostLoc and its result is known.
+template <class Env>
+KVIO_STEP int32_t vote_of(Env& env, const ResolveParams& p, int32_t token, int64_t host, int32_t* result) {
   if (KVIO_RARELY(static_cast<uint64_t>(host) >= static_cast<uint64_t>(p.host_slots))) {
     env.note(SwapInArgument::kHostLocs, token, host);
-    *vote = kNoHostLoc;
-    return -1;
+    *result = -1;
+    return kNoHostLoc;
   }
-  *vote = 1;
-  return kPending;
+  return 1;
 }
 
 // What this thread votes, 0 or 1, in place_rank and miss_rank; and results. A token's host location is read again
-// beyond the first rounds.
+// later beyond the first rounds.
 template <class Env>
 KVIO_STEP void judge(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                      Mine* mine) {
   const Stretch places = stretch_of(t, p.hot_slots);
+  // A slot that is named wrongly stays as well: it is never given away.
+  bool is_bad = false;
   KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
     const int32_t j = places.first + r * t.wave;
-    mine->place_rank[r] = r < places.rounds && j < p.hot_slots && stays(env, p, w, j, mine->lru[r]);
+    const bool is_place = r < places.rounds && j < p.hot_slots;
+    const bool bad = mine->lru[r] >= p.hot_slots;
+    is_bad = is_bad || (is_place && bad);
+    mine->place_rank[r] = is_place && (bad || stays(p, w, mine->lru[r]));
     if (r < places.rounds) env.post(Vote::kPlace, j, mine->place_rank[r] != 0);
+  }
+  if (KVIO_RARELY(is_bad)) {
+    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+      const int32_t j = places.first + r * t.wave;
+      if (r >= places.rounds || j >= p.hot_slots || mine->lru[r] < p.hot_slots) continue;
+      env.note(SwapInArgument::kLru, j, static_cast<int16_t>(mine->lru[r]));
+    }
   }
   KVIO_ROLLED for (int32_t r = kSlotRounds; r < places.rounds; ++r) {
     const int32_t j = places.first + r * t.wave;
     bool vote = false;
     if (j < p.hot_slots) {
-      w.lru[j] = static_cast<uint16_t>(job.lru[j]);
-      vote = stays(env, p, w, j, w.lru[j]);
+      const uint16_t slot = static_cast<uint16_t>(job.lru[j]);
+      if (KVIO_RARELY(slot >= p.hot_slots)) env.note(SwapInArgument::kLru, j, static_cast<int16_t>(slot));
+      vote = slot >= p.hot_slots || stays(p, w, slot);
+      w.lru[j] = slot;
       w.place_rank[j] = vote;
     }
     env.post(Vote::kPlace, j, vote);
   }
   const Stretch entries = stretch_of(t, p.top_k);
+  // Only now, and for few: host locations lie far apart, and a load of them takes as long as 32 others.
+  bool is_asking[kEntryRounds];
   KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
-    int32_t vote = 0;
-    if (mine->result[r] == kPending) {
-      mine->result[r] = looked_up(env, p, w, i, mine->home[r], mine->token[r], mine->host[r], &vote);
+    is_asking[r] = mine->result[r] == kPending && asks(w, i, mine->home[r], &mine->result[r]);
+    if (is_asking[r]) mine->host[r] = raw_host_loc(p, job, mine->token[r]);
+  }
+  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+    mine->miss_rank[r] = 0;
+    if (is_asking[r]) {
+      mine->miss_rank[r] = vote_of(env, p, mine->token[r], host_loc_of(p, mine->host[r]), &mine->result[r]);
     }
-    mine->miss_rank[r] = vote;
-    if (r < entries.rounds) env.post(Vote::kEntry, i, vote == 1);
+    if (r < entries.rounds) env.post(Vote::kEntry, entries.first + r * t.wave, mine->miss_rank[r] == 1);
   }
   KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     int32_t vote = 0;
     if (i < p.top_k) {
-      if (w.result[i] == kPending) {
-        const int32_t token = job.selected[i];
-        const RawLoc raw = raw_host_loc(p, job, token);
-        w.result[i] = looked_up(env, p, w, i, home_of(p, w, token), token, raw, &vote);
+      int32_t result = w.result[i];
+      const int32_t token = job.selected[i];
+      if (result == kPending && asks(w, i, home_of(p, w, token), &result)) {
+        vote = vote_of(env, p, token, host_loc_of(p, raw_host_loc(p, job, token)), &result);
       }
+      w.result[i] = result;
       w.miss_rank[i] = static_cast<int16_t>(vote);
     }
     env.post(Vote::kEntry, i, vote == 1);
@@ -652,9 +697,9 @@ KVIO_STEP int32_t take(Env& env, const ResolveParams& p, const Workspace& w, con
   }
   w.miss_src[miss] = host;
   w.miss_dst[miss] = loc;
-  if (job.records && p.plan.miss_count.data != nullptr) {
-    row_of(p.plan.miss_src, job.batch_row)[miss] = host;
-    row_of(p.plan.miss_dst, job.batch_row)[miss] = taken.given;
+  if (job.records && p.miss_count.data != nullptr) {
+    row_of(p.miss_src, job.batch_row)[miss] = host;
+    row_of(p.miss_dst, job.batch_row)[miss] = taken.given;
   }
   return loc;
 }

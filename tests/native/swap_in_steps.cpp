@@ -86,8 +86,8 @@ class Cta {
 using Address = std::tuple<uint64_t, int64_t>;  // of entry 0, and entries from row to row
 
 template <class T>
-Rows<T> rows_at(const Address& at) {
-  return {reinterpret_cast<T*>(std::get<0>(at)), std::get<1>(at)};
+gpu::ShortRows<T> rows_at(const Address& at) {
+  return {reinterpret_cast<T*>(std::get<0>(at)), static_cast<uint32_t>(std::get<1>(at))};
 }
 
 // Of the waves before each thread's; all threads of a wave have its tally.
@@ -117,6 +117,7 @@ int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int3
   cta.all([&](const Thread& t) {
     gpu::begin(p, job.batch_row, t, of(mine, t));
     gpu::clear(p, w, t);
+    gpu::fetch(p, job, t, of(mine, t));
   });
   cta.all([&](const Thread& t) { gpu::insert(env, p, w, job, t, of(mine, t)); });
   if (*w.repeated != 0) cta.all([&](const Thread& t) { gpu::settle(env, p, w, job, t, *of(mine, t)); });
@@ -142,21 +143,21 @@ void bind_swap_in_steps(py::module_& m) {
       [](const Address& top_k_tokens, const Address& tokens, const Address& locs, const Address& host_locs,
          bool wide_host_locs, const Address& lru, const Address& out, const Address& device_locs,
          const Address& miss_src, const Address& miss_dst, const Address& miss_count, int64_t host_slots,
-         int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, int64_t request,
+         int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, uint32_t request,
          int64_t seq_len, bool records, int32_t threads, int32_t wave, int64_t most_bytes, uint64_t seed) {
         ResolveParams p{};
         p.top_k_tokens = rows_at<const int32_t>(top_k_tokens);
         p.device_buffer_tokens = rows_at<int32_t>(tokens);
         p.device_buffer_locs = rows_at<const int32_t>(locs);
-        p.host_cache_locs.data = reinterpret_cast<const void*>(std::get<0>(host_locs));
-        p.host_cache_locs.stride = std::get<1>(host_locs);
-        p.host_cache_locs.is_int64 = wide_host_locs;
+        p.host_is_int64 = wide_host_locs;
+        p.host_cache_locs = rows_at<const uint32_t>(host_locs);
+        if (wide_host_locs) p.host_cache_locs.stride *= 2;
         p.lru_slots = rows_at<int16_t>(lru);
         p.top_k_device_locs = rows_at<int32_t>(out);
         p.device_locs = rows_at<const int32_t>(device_locs);
-        p.plan.miss_src = rows_at<int64_t>(miss_src);
-        p.plan.miss_dst = rows_at<int32_t>(miss_dst);
-        p.plan.miss_count = {reinterpret_cast<int32_t*>(std::get<0>(miss_count)), std::get<1>(miss_count)};
+        p.miss_src = rows_at<int64_t>(miss_src);
+        p.miss_dst = rows_at<int32_t>(miss_dst);
+        p.miss_count = {reinterpret_cast<int32_t*>(std::get<0>(miss_count)), std::get<1>(miss_count)};
         p.host_slots = host_slots;
         p.device_slots = static_cast<uint32_t>(std::min<int64_t>(device_slots, int64_t{1} << 31));
         p.max_len = max_len;
