@@ -59,9 +59,9 @@ void translate_pools(const char* op, SwapInPools* pools) {
   });
 }
 
-// What those who resolve copy: everything of few requests, and little of many. Nothing where the caller says how many
-// blocks copy, or where there are more buffers than one launch takes.
-FusedCopy fused_copy_of(const SwapInRequest& request, int device) {
+// What those who resolve copy: everything, or nothing where the caller says how many blocks copy, or where there are
+// more buffers than one launch takes.
+FusedCopy fused_copy_of(const SwapInRequest& request) {
   const SwapInPolicy policy;
   FusedCopy copy;
   if (!request.pools.moves_bytes() || request.pools.num_blocks > 0) return copy;
@@ -73,34 +73,25 @@ FusedCopy fused_copy_of(const SwapInRequest& request, int device) {
     copy.groups.push_back(&group);
     const int64_t buffers = static_cast<int64_t>(group.dst_base.size());
     row_bytes += group.dst.row_bytes() * buffers;
-    steps =
-        std::max(steps, request.top_k * group.dst.num_pieces * buffers * make_fused_copy_plan(group, kPolicy).steps);
+    const int64_t units = request.top_k * group.dst.num_pieces * buffers;
+    steps = std::max(steps, units * make_fused_copy_plan(group, kPolicy).steps);
   }
   if (steps >= kMaxSteps) return FusedCopy();
-  if (request.batch > policy.fused_batch) {
-    copy.up_to_misses = policy.fused_bytes / row_bytes;
-    return copy;
-  }
-  copy.up_to_misses = request.top_k;
-  const bool has_clusters = gpu_facts("swap_in", device, nullptr, false).compute_major >= 9;
-  copy.cluster_ctas = cluster_ctas_for(request.batch, sm_count("swap_in", device), has_clusters);
+  copy.turns = policy.turns;
+  copy.free_misses = request.batch <= policy.turns ? request.top_k : policy.free_bytes / row_bytes;
   return copy;
 }
 
-// A plan of the call's own, where the caller asked for none, and the misses that are left of each request. The memory
-// is the result.
-torch::stable::Tensor make_plan(SwapInRequest* request, FusedCopy* copy, int device) {
-  const int64_t entries = request->plan ? 0 : request->batch * request->top_k;
-  torch::stable::Tensor memory = device_bytes(entries * 12 + request->batch * 8, device);
+// A plan of the call's own. The memory is the result.
+torch::stable::Tensor make_plan(SwapInRequest* request, int device) {
+  const int64_t entries = request->batch * request->top_k;
+  torch::stable::Tensor memory = device_bytes(entries * 12 + request->batch * 4, device);
   char* base = static_cast<char*>(memory.data_ptr());
-  if (!request->plan) {
-    RecordedPlan plan;
-    plan.miss_src = {reinterpret_cast<int64_t*>(base), request->top_k};
-    plan.miss_dst = {reinterpret_cast<int32_t*>(base + entries * 8), request->top_k};
-    plan.miss_count = {reinterpret_cast<int32_t*>(base + entries * 12), 1};
-    request->plan = plan;
-  }
-  copy->left = reinterpret_cast<int32_t*>(base + entries * 12) + request->batch;
+  RecordedPlan plan;
+  plan.miss_src = {reinterpret_cast<int64_t*>(base), request->top_k};
+  plan.miss_dst = {reinterpret_cast<int32_t*>(base + entries * 8), request->top_k};
+  plan.miss_count = {reinterpret_cast<int32_t*>(base + entries * 12), 1};
+  request->plan = plan;
   return memory;
 }
 
@@ -112,14 +103,14 @@ void replay(const CopyPlannedRequest& request, bool follows_resolve, FaultRecord
   }
 }
 
-CopyPlannedRequest replay_of(const SwapInRequest& request, const int32_t* left) {
+CopyPlannedRequest replay_of(const SwapInRequest& request) {
   CopyPlannedRequest copy;
   copy.pools = request.pools;
   copy.batch = request.batch;
   copy.max_misses = request.top_k;
   copy.plan.miss_src = {request.plan->miss_src.data, request.plan->miss_src.stride};
   copy.plan.miss_dst = {request.plan->miss_dst.data, request.plan->miss_dst.stride};
-  copy.plan.miss_count = {left, 1};
+  copy.plan.miss_count = {request.plan->miss_count.data, request.plan->miss_count.stride};
   copy.num_real_reqs = request.num_real_reqs;
   return copy;
 }
@@ -140,20 +131,18 @@ void swap_in(SwapInRequest* request) {
 
   // Allocating spoils the graph that another thread captures, unless this thread says that it knows better.
   const RelaxedCapture relaxed;
-  const int64_t most_shared = most_workspace_bytes(device);
-  const WorkspaceLayout layout = lay_out_workspace(request->top_k, request->hot_buffer_size, most_shared);
-  FusedCopy copy = fused_copy_of(*request, device);
+  const bool has_clusters = gpu_facts(op, device, nullptr, false).compute_major >= 9;
+  const int64_t ctas = cluster_ctas_for(request->batch, sm_count(op, device), has_clusters);
+  const ResolvePlan resolve = plan_resolve(*request, ctas, device);
   std::optional<torch::stable::Tensor> tables;
-  if (layout.bytes > most_shared) {
-    tables = device_bytes(layout.bytes * request->batch, device);
-    copy.cluster_ctas = 1;
-  }
-  std::optional<torch::stable::Tensor> plan;
-  const bool replays = request->pools.moves_bytes() && copy.up_to_misses < request->top_k;
-  if (replays) plan = make_plan(request, &copy, device);
+  if (resolve.scratch_bytes > 0) tables = device_bytes(resolve.scratch_bytes * request->batch, device);
   char* scratch = tables ? static_cast<char*>(tables->data_ptr()) : nullptr;
-  launch_resolve(*request, layout, scratch, copy, fault, device, stream);
-  if (replays) replay(replay_of(*request, copy.left), true, fault, stream);
+  const FusedCopy copy = fused_copy_of(*request);
+  const bool replays = request->pools.moves_bytes() && copy.groups.empty();
+  std::optional<torch::stable::Tensor> plan;
+  if (replays && !request->plan) plan = make_plan(request, device);
+  launch_resolve(*request, resolve, scratch, copy, fault, device, stream);
+  if (replays) replay(replay_of(*request), true, fault, stream);
 }
 
 void copy_planned(CopyPlannedRequest* request) {

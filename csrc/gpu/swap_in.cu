@@ -53,9 +53,12 @@ struct DeviceEnv {
   }
   __device__ __forceinline__ void raise(int32_t* at, int32_t most) const { atomicMax(at, most); }
   // All lanes of a wave have slots that follow each other, the first a multiple of the wave.
-  __device__ __forceinline__ void post_slots(uint32_t* words, int32_t slot, bool flag) const {
+  template <class Memory>
+  __device__ __forceinline__ void post_slots(const Memory& memory, uint32_t* words, int32_t slot, bool flag) const {
     const auto votes = ballot(flag);
-    if ((threadIdx.x & 31) == 0) words[slot >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
+    const int32_t rank = static_cast<int32_t>(threadIdx.x & 31);
+    if (rank >= memory.ranks()) return;
+    memory.of_rank(words, rank)[slot >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
   }
   __device__ __forceinline__ void post(Vote, int32_t, bool) const {}
   __device__ __forceinline__ Count count(Vote, int32_t, bool flag) const {
@@ -112,93 +115,139 @@ struct ResolveLaunch {
   FaultRecord* fault;
   int64_t fault_op;
   char* scratch;  // null: the workspace is in shared memory
-  int32_t* left;  // [batch] misses that are left to copy_planned; null: none ever are
   int32_t num_rooms;
-  int32_t ranks;       // CTAs of a request, a cluster
-  int32_t copy_up_to;  // misses that these CTAs copy; a request that has more leaves them all
+  int32_t free_misses;  // a request that has more waits for its turn to copy them
+  int32_t turns;        // requests that copy at a time
 };
 
+// The memory of a cluster: each CTA has a part of the table.
+template <int kRanks>
+struct ClusterMemory {
+  int32_t local_bits;  // of a part
+  __device__ __forceinline__ constexpr int32_t ranks() const { return kRanks; }
+  template <class T>
+  __device__ __forceinline__ T* in_table(T* table, uint32_t at) const {
+    return in_cluster(table + (at & ((1u << local_bits) - 1)), at >> local_bits);
+  }
+  template <class T>
+  __device__ __forceinline__ T* of_rank(T* array, int32_t rank) const {
+    return in_cluster(array, static_cast<uint32_t>(rank));
+  }
+};
+
+template <int kRanks>
+__device__ __forceinline__ auto memory_of(const ResolveParams& p) {
+  if constexpr (kRanks == 1) {
+    return LocalMemory();
+  } else {
+    static_assert(kRanks == 2 || kRanks == 4, "a power of two");
+    return ClusterMemory<kRanks>{p.layout.hash_bits - kRanks / 2};
+  }
+}
+
+// A barrier of all threads of a request.
+template <int kRanks>
+__device__ __forceinline__ void sync_team() {
+  if constexpr (kRanks == 1) {
+    __syncthreads();
+  } else {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
 // Tallies of all waves before this one, and of all waves: `mine` is the same in all lanes. One barrier.
-__device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
-  constexpr uint32_t kWaves = kResolveThreads / kWave;
-  __shared__ uint32_t sums[kWaves];
+template <int kRanks, class Memory>
+__device__ __forceinline__ Tally sum_before(const Memory& memory, const Thread& t, const Tally& mine, Tally* all) {
+  constexpr int kWaves = kResolveThreads / kWave;
+  __shared__ uint32_t sums[kRanks * kWaves];
   const uint32_t lane = threadIdx.x % kWave;
-  const uint32_t wave = threadIdx.x / kWave;
+  const uint32_t wave = static_cast<uint32_t>(t.number) / kWave;
   // Both are below 2^15, of all waves too.
-  if (lane == 0) sums[wave] = static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
-  __syncthreads();
-  uint32_t sum = lane < kWaves ? sums[lane] : 0;
+  if (lane < kRanks) {
+    memory.of_rank(sums, static_cast<int32_t>(lane))[wave] =
+        static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
+  }
+  sync_team<kRanks>();
+  // A lane adds up kRanks waves.
+  uint32_t sum = 0;
+#pragma unroll
+  for (int k = 0; k < kRanks; ++k) sum += lane < kWaves ? sums[lane * kRanks + k] : 0;
 #pragma unroll
   for (uint32_t step = 1; step < kWaves; step *= 2) {
     const uint32_t before = shuffle_up(sum, step);
     if (lane >= step) sum += before;
   }
   const uint32_t total = shuffle(sum, kWaves - 1);
-  const uint32_t before = wave > 0 ? shuffle(sum, wave - 1) : 0;
+  const uint32_t group = wave / kRanks;
+  uint32_t before = group > 0 ? shuffle(sum, group - 1) : 0;
+#pragma unroll
+  for (uint32_t k = 0; k + 1 < kRanks; ++k) before += group * kRanks + k < wave ? sums[group * kRanks + k] : 0;
   *all = {static_cast<int32_t>(total >> 16), static_cast<int32_t>(total & 0xffff)};
   return {static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
 }
 
-// Resolves a row of the batch; returns how many misses the workspace lists. CTAs of a cluster do the same, and the
-// first of them writes when all have read. A barrier has to follow.
-__device__ __forceinline__ int32_t resolve_long(const ResolveLaunch& launch, const Workspace& w, const Job& job,
-                                                const Thread& t, DeviceEnv* env, Mine* mine) {
-  const ResolveParams& p = launch.p;
-  insert(*env, p, w, job, t, mine);
-  __syncthreads();
+template <int kRanks, class M>
+__device__ __forceinline__ int32_t resolve_long(const ResolveParams& p, const Workspace& w, const Job& job,
+                                                const Thread& t, DeviceEnv* env, M* mine) {
+  const auto memory = memory_of<kRanks>(p);
+  insert(*env, memory, p, w, job, t, mine);
+  sync_team<kRanks>();
   const bool repeated = *w.repeated != 0;
   if (KVIO_RARELY(repeated)) {
-    settle(*env, p, w, job, t, *mine);
-    __syncthreads();
+    settle(*env, memory, p, w, job, t, *mine);
+    sync_team<kRanks>();
   }
-  mark(*env, p, w, job, t, *mine);
-  __syncthreads();
-  judge(*env, p, w, job, t, mine);
+  mark(*env, memory, p, w, job, t, *mine);
+  sync_team<kRanks>();
+  judge(*env, memory, p, w, job, t, mine);
   const Tally of_wave = rank(*env, p, w, t, mine);
-  if (launch.ranks > 1) cluster_arrive();
   Tally all;
-  const Tally before = sum_before(of_wave, &all);
-  if (launch.ranks > 1) cluster_wait();
-  place(p, w, job, t, *mine, before, all);
-  __syncthreads();
-  assign(*env, p, w, job, t, mine, before, all);
+  const Tally before = sum_before<kRanks>(memory, t, of_wave, &all);
+  place(memory, p, w, job, t, *mine, before, all);
+  sync_team<kRanks>();
+  assign(*env, memory, p, w, job, t, mine, before, all);
   if (KVIO_RARELY(repeated)) {
-    __syncthreads();
-    tell(p, w, job, t);
-    __syncthreads();
-    if (job.records) repeat(p, w, job, t);
+    sync_team<kRanks>();
+    tell(memory, p, w, job, t, *mine);
+    sync_team<kRanks>();
+    repeat(memory, p, w, job, t, *mine);
   }
   return all.misses;
 }
 
+// Resolves a row of the batch; returns how many misses the workspace lists. A barrier has to follow.
+template <int kRanks, class M>
 __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row,
-                                               bool records) {
+                                               uint32_t rank) {
   const ResolveParams& p = launch.p;
   DeviceEnv env;
-  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads, static_cast<int32_t>(kWave)};
+  const int32_t number = static_cast<int32_t>(threadIdx.x);
+  const Thread t{static_cast<int32_t>(rank) * kResolveThreads + number, kRanks * kResolveThreads,
+                 static_cast<int32_t>(kWave), number, kResolveThreads};
   const int64_t request = entry_of(p.req_pool_indices, batch_row);
   const int64_t seq_len = entry_of(p.seq_lens, batch_row);
   const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
-  Mine mine;
+  M mine;
   begin(p, batch_row, t, &mine);
   clear(p, w, t);
   const bool padding = batch_row >= real;
   const bool unknown = request < 0 || request >= p.pool_slots;
-  const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
+  const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len);
   const bool is_long = !padding && !unknown && (seq_len > p.hot_slots || p.device_locs.data != nullptr);
   if (is_long) fetch(p, job, t, &mine);
-  __syncthreads();
+  sync_team<kRanks>();
   int32_t misses = 0;
   if (is_long) {
-    misses = resolve_long(launch, w, job, t, &env, &mine);
-  } else if (records) {
-    for (int32_t i = t.number; i < p.top_k; i += t.count) {
+    misses = resolve_long<kRanks>(p, w, job, t, &env, &mine);
+  } else {
+    KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
       job.out[i] = padding || unknown ? -1 : direct_result(env, p, job, seq_len, i);
     }
     if (t.number == 0) record_misses(p, batch_row, 0);
     if (t.number == 0 && !padding && unknown) env.note(SwapInArgument::kRequest, batch_row, request);
   }
-  if (KVIO_RARELY(env.argument >= 0) && records) {
+  if (KVIO_RARELY(env.argument >= 0)) {
     const SwapInArgument argument = static_cast<SwapInArgument>(env.argument);
     record_fault(launch.fault, launch.fault_op + env.argument, fault_position(job, argument, env.column), env.value,
                  fault_limit(p, job, argument));
@@ -256,12 +305,12 @@ __device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& 
 }
 
 __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
-                                                       uint32_t rank) {
+                                                       uint32_t rank, uint32_t ranks) {
   for (int32_t r = 0; r < launch.num_rooms; ++r) {
     const Rooms& rooms = launch.rooms[r];
     const uint32_t lanes = rooms.cut.lanes_per_unit;
-    const uint32_t groups = kResolveThreads / lanes * launch.ranks;
-    uint32_t group = threadIdx.x / lanes * launch.ranks + rank;
+    const uint32_t groups = kResolveThreads / lanes * ranks;
+    uint32_t group = threadIdx.x / lanes * ranks + rank;
     // Few rows of two kinds are under way at once.
     if (r % 2 == 1) group = groups - 1 - group;
     const uint32_t column = threadIdx.x % lanes;
@@ -286,16 +335,15 @@ __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& laun
 }
 #else
 __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
-                                                       uint32_t rank) {
+                                                       uint32_t rank, uint32_t ranks) {
   const auto find = [&](uint32_t miss) { return MissPlace{w.miss_src[miss], w.miss_dst[miss]}; };
-  const uint32_t warps = static_cast<uint32_t>(launch.ranks) * (kResolveThreads / kWave);
+  const uint32_t warps = ranks * (kResolveThreads / kWave);
   for (int32_t r = 0; r < launch.num_rooms; ++r) {
     const Rooms& rooms = launch.rooms[r];
     const uint32_t units = misses * rooms.pieces.divisor;
     const uint32_t each = units_per_item(units * rooms.num_buffers, warps, kWave / rooms.cut.lanes_per_unit);
     const uint32_t items = (units + each - 1) / each;
-    for (uint32_t item = (threadIdx.x / kWave) * static_cast<uint32_t>(launch.ranks) + rank;
-         item < items * rooms.num_buffers; item += warps) {
+    for (uint32_t item = (threadIdx.x / kWave) * ranks + rank; item < items * rooms.num_buffers; item += warps) {
       const uint32_t buffer = item / items;
       const uint32_t first = (item - buffer * items) * each;
       copy_misses<16, 1, 1>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
@@ -304,26 +352,46 @@ __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& laun
 }
 #endif
 
-// kShared: the workspace is in shared memory.
-template <bool kShared>
+// How many requests copy rows right now, of all streams of a device.
+__device__ uint32_t copying_requests;
+
+// Waits until fewer than `turns` requests are copying, and is one of them.
+__device__ __forceinline__ void take_turn(uint32_t turns) {
+  volatile uint32_t* now = &copying_requests;
+  while (true) {
+    const uint32_t copying = *now;
+    if (copying < turns && atomicCAS(&copying_requests, copying, copying + 1) == copying) return;
+    pause();
+  }
+}
+
+// kRanks: CTAs of a request. kShared: the workspace is in shared memory.
+template <int kRanks, bool kShared, class M>
 __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __grid_constant__ ResolveLaunch launch) {
   extern __shared__ __align__(16) char shared[];
   allow_next_launch();
-  const uint32_t ranks = static_cast<uint32_t>(launch.ranks);
-  const int32_t batch_row = static_cast<int32_t>(blockIdx.x / ranks);
-  const uint32_t rank = blockIdx.x - static_cast<uint32_t>(batch_row) * ranks;
+  const int32_t batch_row = static_cast<int32_t>(blockIdx.x / kRanks);
+  const uint32_t rank = blockIdx.x % kRanks;
   Workspace w;
   if constexpr (kShared) {
     w = workspace_at(shared, launch.p.layout);
   } else {
     w = workspace_at(launch.scratch + int64_t{batch_row} * launch.p.layout.bytes, launch.p.layout);
   }
-  const int32_t misses = resolve_row(launch, w, batch_row, rank == 0);
-  __syncthreads();
-  const bool leaves = misses > launch.copy_up_to;
-  if (launch.left != nullptr && threadIdx.x == 0) launch.left[batch_row] = leaves ? misses : 0;
-  if (misses == 0 || leaves || launch.num_rooms == 0) return;
-  copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank);
+  const int32_t misses = resolve_row<kRanks, M>(launch, w, batch_row, rank);
+  sync_team<kRanks>();
+  if (misses == 0 || launch.num_rooms == 0) return;
+  const bool waits = misses > launch.free_misses;
+  const bool leads = rank == 0 && threadIdx.x == 0;
+  if (waits) {
+    if (leads) take_turn(static_cast<uint32_t>(launch.turns));
+    sync_team<kRanks>();
+  }
+  copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank, kRanks);
+  if (waits) {
+    sync_team<kRanks>();
+    if (leads) atomicSub(&copying_requests, 1);
+  }
 }
 
 // ---- replaying a plan -----------------------------------------------------------------------------------------------
@@ -509,38 +577,70 @@ ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layo
 
 }  // namespace
 
-int64_t most_workspace_bytes(int device) {
-  constexpr int64_t kStaticBytes = 1024;  // what the kernel has besides, and the system's share
-  return shared_memory_limit("swap_in", device) - kStaticBytes;
+namespace {
+
+struct ResolveKernel {
+  const void* kernel;
+  Team team;
+  bool is_shared;
+};
+
+template <int kRanks, bool kShared, int32_t kSlots, int32_t kEntries>
+ResolveKernel make_kernel() {
+  return {reinterpret_cast<const void*>(swap_in_kernel<kRanks, kShared, Mine<kSlots, kEntries>>),
+          {kRanks, kResolveThreads, kSlots, kEntries},
+          kShared};
 }
 
-void launch_resolve(const SwapInRequest& request, const WorkspaceLayout& layout, char* scratch, const FusedCopy& copy,
+// The largest team that there is for so many CTAs, of which threads keep as many rounds as the hot buffer takes.
+ResolveKernel kernel_for(const SwapInRequest& request, int64_t cluster_ctas) {
+#ifndef KVIO_ROCM
+  if (cluster_ctas >= 4 && request.hot_buffer_size <= 4 * kResolveThreads) return make_kernel<4, true, 1, 1>();
+  if (cluster_ctas >= 4) return make_kernel<4, true, 2, 1>();
+  if (cluster_ctas >= 2) return make_kernel<2, true, 2, 1>();
+#endif
+  return make_kernel<1, true, 4, 2>();
+}
+
+}  // namespace
+
+ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int device) {
+  constexpr int64_t kStaticBytes = 2048;  // what the kernel has besides its workspace, and the system's share
+  const int64_t most = shared_memory_limit("swap_in", device) - kStaticBytes;
+  ResolvePlan plan;
+  plan.most_shared = most;
+  ResolveKernel kernel = kernel_for(request, cluster_ctas);
+  plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kernel.team, most);
+  if (plan.layout.bytes > most) {
+    kernel = make_kernel<1, false, 4, 2>();
+    plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kernel.team, most);
+    plan.scratch_bytes = plan.layout.bytes;
+  }
+  plan.kernel = kernel.kernel;
+  plan.ctas = kernel.team.ranks;
+  return plan;
+}
+
+void launch_resolve(const SwapInRequest& request, const ResolvePlan& plan, char* scratch, const FusedCopy& copy,
                     FaultRecord* fault, int device, Stream stream) {
   ResolveLaunch launch{};
-  launch.p = resolve_params(request, layout);
+  launch.p = resolve_params(request, plan.layout);
   launch.fault = fault;
   launch.fault_op = static_cast<int64_t>(FaultOp::kSwapIn);
   launch.scratch = scratch;
-  launch.left = copy.left;
-  launch.ranks = static_cast<int32_t>(copy.cluster_ctas);
-  launch.copy_up_to = static_cast<int32_t>(copy.up_to_misses);
+  launch.turns = static_cast<int32_t>(copy.turns);
+  launch.free_misses = static_cast<int32_t>(copy.free_misses);
   for (const BufferGroup* group : copy.groups) {
     launch.rooms[launch.num_rooms++] = make_rooms(*group, 0, make_fused_copy_plan(*group, kPolicy));
   }
-  const bool is_shared = scratch == nullptr;
-  const void* kernel = is_shared ? reinterpret_cast<const void*>(swap_in_kernel<true>)
-                                 : reinterpret_cast<const void*>(swap_in_kernel<false>);
-  if (is_shared) {
-    static std::atomic<bool> allowed[kMaxDevices];
-    allow_shared_memory("swap_in", kernel, device, static_cast<int>(most_workspace_bytes(device)), allowed);
-  }
+  if (scratch == nullptr) allow_shared_memory("swap_in", plan.kernel, device, static_cast<int>(plan.most_shared));
   void* arguments[] = {&launch};
   LaunchShape shape;
-  shape.blocks = static_cast<unsigned>(request.batch * copy.cluster_ctas);
+  shape.blocks = static_cast<unsigned>(request.batch * plan.ctas);
   shape.threads = kResolveThreads;
-  shape.shared_bytes = is_shared ? static_cast<size_t>(layout.bytes) : 0;
-  shape.cluster = static_cast<unsigned>(copy.cluster_ctas);
-  check("swap_in", "launching the swap-in kernel", launch_kernel(kernel, shape, arguments, stream));
+  shape.shared_bytes = scratch == nullptr ? static_cast<size_t>(plan.layout.bytes) : 0;
+  shape.cluster = static_cast<unsigned>(plan.ctas);
+  check("swap_in", "launching the swap-in kernel", launch_kernel(plan.kernel, shape, arguments, stream));
 }
 
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,

@@ -14,21 +14,26 @@ namespace kvio::gpu {
 constexpr int kMaxSwapInBuffers = 16;  // of one launch, and of one geometry
 constexpr int kMaxFusedGroups = 2;     // geometries whose rows are copied by those who resolve
 
-// What the CTAs that resolve a request copy as well: misses of `groups`, whose buffers fit one launch, of requests that
-// have no more than `up_to_misses`. How many misses the others have goes to `left`, one entry for each row of the batch
-// (null where none has more).
+// What the CTAs that resolve a request copy as well: all misses of `groups`, whose buffers fit one launch; nothing
+// without groups.
 struct FusedCopy {
   std::vector<const BufferGroup*> groups;
-  int64_t up_to_misses = 0;
-  int64_t cluster_ctas = 1;
-  int32_t* left = nullptr;
+  int64_t free_misses = 0;  // a request that has more waits until fewer than `turns` others are copying
+  int64_t turns = 1;
 };
 
-// Most bytes of a workspace in shared memory.
-int64_t most_workspace_bytes(int device);
+// With which kernel a batch is resolved: `ctas` of a request, their workspaces as `layout` says.
+struct ResolvePlan {
+  const void* kernel = nullptr;
+  int64_t ctas = 1;
+  WorkspaceLayout layout{};
+  int64_t scratch_bytes = 0;  // of device memory, for each row of the batch; 0: workspaces are in shared memory
+  int64_t most_shared = 0;
+};
+ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int device);
 
-// Resolves every row of the batch. `scratch` has layout.bytes for each of them, null for shared memory.
-void launch_resolve(const SwapInRequest& request, const WorkspaceLayout& layout, char* scratch, const FusedCopy& copy,
+// Resolves every row of the batch.
+void launch_resolve(const SwapInRequest& request, const ResolvePlan& plan, char* scratch, const FusedCopy& copy,
                     FaultRecord* fault, int device, Stream stream);
 
 // Moves the misses of a plan that is in device memory. `follows_resolve`: launch_resolve is what the stream did last.

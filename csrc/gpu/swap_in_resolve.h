@@ -1,12 +1,14 @@
-// What one CTA does for one request of kvio::swap_in, as steps that every thread takes between two barriers. A step
-// reads nothing that another thread writes in it, except through Env, so the outcome depends on no order of threads:
-// tests/native runs the same source with its threads in any order.
+// What the threads of one request of kvio::swap_in do: those of a CTA, or of a cluster of CTAs. Steps that every thread
+// takes between two barriers. A step reads nothing that another thread writes in it, except through Env, so the outcome
+// depends on no order of threads: tests/native runs the same source with its threads in any order.
 //
 // Steps: begin, clear -> | insert -> | settle if *w.repeated | -> mark -> | judge -> rank, sum -> | place -> | assign
 // -> | tell -> | repeat if *w.repeated, with a barrier at every bar, and in the sum over all waves. Between judge and
 // rank a wave votes. `Env` has the atomic operations and the votes, and takes faults; compiled for a GPU or a CPU.
 //
-// A step is short, since one SM runs all threads of a request: an instruction costs a request 8 cycles.
+// `Memory` says where the arrays of a cluster are: the table is cut over its CTAs, what many read is kept in each.
+//
+// A step is short, since one SM runs 1,024 threads of a request: an instruction costs 8 cycles.
 #pragma once
 
 #include <cstdint>
@@ -39,56 +41,59 @@ constexpr int32_t hash_bits_for(int64_t top_k, int64_t times) {
   return bits;
 }
 
-// Rounds of which a thread keeps what it knows, and has what it waits for under way together.
-constexpr int32_t kSlotRounds = 4;
-constexpr int32_t kEntryRounds = 2;
-
-constexpr int32_t kMostThreads = 1024;
-
 // Where the arrays of a CTA's memory are: bytes from where it begins, and how many in all.
 struct WorkspaceLayout {
-  int32_t hash_bits;
+  int32_t hash_bits;  // of the whole table
   int32_t keys;
   int32_t values;
-  int32_t result;
   int32_t slot_hits;
-  int32_t lru;
-  int32_t place_rank;
-  int32_t miss_rank;
   int32_t order;
   int32_t miss_src;
   int32_t miss_dst;
   int32_t repeated;
+  int32_t lru;
+  int32_t place_rank;
+  int32_t result;
+  int32_t miss_rank;
   int32_t bytes;
 };
 
-// A CTA's memory, shared or not. What a thread itself comes back to is in Mine, for its first rounds, and here for the
-// others.
+// A CTA's memory, shared or not.
 struct Workspace {
+  // Cut over the CTAs.
   int32_t* keys;    // [hash] token, kNoToken for none
   int32_t* values;  // [hash] its device location, -1 for none that may be given out; pending_of an entry until known
-  int32_t* result;  // [top_k] as Mine::result
+  // In each CTA.
   uint32_t* slot_hits;  // a bit for each slot, up to whole rounds: it holds a selected token
-  uint16_t* lru;        // [hot_slots] slots as given
-  int16_t* place_rank;  // [hot_slots] as Mine::place_rank
-  int16_t* miss_rank;   // [top_k] as Mine::miss_rank
   uint16_t* order;      // [at most top_k] slots that misses take, by miss
   int64_t* miss_src;    // [top_k] host location of each miss
   int32_t* miss_dst;    // [top_k] device location of each miss, -1 for one that is not copied
   int32_t* repeated;    // not 0: a token is selected twice
+  // A thread's own, of the rounds that Mine has no room for.
+  uint16_t* lru;
+  int16_t* place_rank;
+  int32_t* result;
+  int16_t* miss_rank;
 };
 
-constexpr int32_t kNoToken = -1;
-constexpr int32_t kPending = -2;
+// A request's threads: `ranks` CTAs of `threads`, each of which keeps so many rounds of slots and of entries in Mine.
+struct Team {
+  int32_t ranks;
+  int32_t threads;
+  int32_t slot_rounds;
+  int32_t entry_rounds;
+};
 
-// A token whose location is not known yet: the entry that asks for it, the lowest of several after `settle`.
-KVIO_STEP constexpr int32_t pending_of(int32_t entry) { return kPending - entry; }
-
-// A table four times as large as the selection where that is no more than `most_bytes` in all, else twice: shorter
-// searches or, at least, a table that fits.
-inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64_t most_bytes) {
+// A table eight times as large as the selection where that is no more than `most_bytes` in all, else four or two times:
+// shorter searches or, at least, a table that fits.
+inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, const Team& team, int64_t most_bytes) {
   WorkspaceLayout layout{};
-  for (const int64_t times : {4, 2}) {
+  const int64_t all_threads = int64_t{team.ranks} * team.threads;
+  const auto later = [&](int64_t total, int64_t kept) {
+    const int64_t rounds = (total + all_threads - 1) / all_threads;
+    return rounds > kept ? (rounds - kept) * team.threads : 0;
+  };
+  for (const int64_t times : {8, 4, 2}) {
     layout.hash_bits = hash_bits_for(top_k, times);
     int32_t end = 0;
     const auto take = [&end](int64_t bytes) {
@@ -96,19 +101,19 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
       end += static_cast<int32_t>((bytes + 15) / 16 * 16);
       return at;
     };
-    const int64_t hash = int64_t{1} << layout.hash_bits;
+    const int64_t hash = (int64_t{1} << layout.hash_bits) / team.ranks;
+    const int64_t slots_at_once = all_threads * team.slot_rounds;
     layout.keys = take(4 * hash);
     layout.values = take(4 * hash);
-    layout.result = take(4 * top_k);
-    layout.slot_hits = take((hot_slots + kMostThreads * kSlotRounds - 1) / (kMostThreads * kSlotRounds) *
-                            (kMostThreads * kSlotRounds / 8));
-    layout.lru = take(2 * hot_slots);
-    layout.place_rank = take(2 * hot_slots);
-    layout.miss_rank = take(2 * top_k);
+    layout.slot_hits = take((hot_slots + slots_at_once - 1) / slots_at_once * ((slots_at_once + 63) / 64 * 8));
     layout.order = take(2 * (top_k < hot_slots ? top_k : hot_slots));
     layout.miss_src = take(8 * top_k);
     layout.miss_dst = take(4 * top_k);
     layout.repeated = take(4);
+    layout.lru = take(2 * later(hot_slots, team.slot_rounds));
+    layout.place_rank = take(2 * later(hot_slots, team.slot_rounds));
+    layout.result = take(4 * later(top_k, team.entry_rounds));
+    layout.miss_rank = take(2 * later(top_k, team.entry_rounds));
     layout.bytes = end;
     if (layout.bytes <= most_bytes) break;
   }
@@ -119,17 +124,36 @@ KVIO_STEP Workspace workspace_at(char* base, const WorkspaceLayout& at) {
   Workspace w;
   w.keys = reinterpret_cast<int32_t*>(base + at.keys);
   w.values = reinterpret_cast<int32_t*>(base + at.values);
-  w.result = reinterpret_cast<int32_t*>(base + at.result);
   w.slot_hits = reinterpret_cast<uint32_t*>(base + at.slot_hits);
-  w.lru = reinterpret_cast<uint16_t*>(base + at.lru);
-  w.place_rank = reinterpret_cast<int16_t*>(base + at.place_rank);
-  w.miss_rank = reinterpret_cast<int16_t*>(base + at.miss_rank);
   w.order = reinterpret_cast<uint16_t*>(base + at.order);
   w.miss_src = reinterpret_cast<int64_t*>(base + at.miss_src);
   w.miss_dst = reinterpret_cast<int32_t*>(base + at.miss_dst);
   w.repeated = reinterpret_cast<int32_t*>(base + at.repeated);
+  w.lru = reinterpret_cast<uint16_t*>(base + at.lru);
+  w.place_rank = reinterpret_cast<int16_t*>(base + at.place_rank);
+  w.result = reinterpret_cast<int32_t*>(base + at.result);
+  w.miss_rank = reinterpret_cast<int16_t*>(base + at.miss_rank);
   return w;
 }
+
+// The memory of one CTA that has the request for itself.
+struct LocalMemory {
+  KVIO_STEP constexpr int32_t ranks() const { return 1; }
+  template <class T>
+  KVIO_STEP T* in_table(T* table, uint32_t at) const {
+    return table + at;
+  }
+  template <class T>
+  KVIO_STEP T* of_rank(T* array, int32_t) const {
+    return array;
+  }
+};
+
+constexpr int32_t kNoToken = -1;
+constexpr int32_t kPending = -2;
+
+// A token whose location is not known yet: the entry that asks for it, the lowest of several after `settle`.
+KVIO_STEP constexpr int32_t pending_of(int32_t entry) { return kPending - entry; }
 
 // Rows of a tensor as kernels have them: `stride` is below 2^32, so that an address is one multiplication.
 template <class T>
@@ -183,7 +207,6 @@ struct Job {
   int32_t token_limit;  // tokens are below it
   int32_t newest;       // the token with a slot of its own, kNoToken if it is beyond an int32
   uint32_t request;     // row of the state tensors
-  bool records;         // this CTA writes the state, the answers, the plan and faults; others only find out what misses
   const int32_t* selected;
   int32_t* out;
   int32_t* tokens;
@@ -192,7 +215,7 @@ struct Job {
   const int32_t* direct;  // row of device_locs, null without
 };
 
-KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t request, int64_t seq_len, bool records) {
+KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t request, int64_t seq_len) {
   constexpr int64_t kMost = 0x7fffffff;
   // Where the token names its slot, host locations are not looked at.
   const bool is_direct = seq_len <= p.hot_slots && p.device_locs.data == nullptr;
@@ -202,7 +225,6 @@ KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t reque
   job.token_limit = static_cast<int32_t>(limit < kMost ? limit : kMost);
   job.newest = seq_len <= kMost ? static_cast<int32_t>(seq_len) - 1 : kNoToken;
   job.request = request;
-  job.records = records;
   job.selected = row_of(p.top_k_tokens, batch_row);
   job.out = row_of(p.top_k_device_locs, batch_row);
   job.tokens = row_of(p.device_buffer_tokens, request);
@@ -212,11 +234,16 @@ KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t reque
   return job;
 }
 
-// A thread among those of its CTA, whose waves of `wave` threads vote together.
+// A thread among those of its request, whose waves of `wave` threads vote together.
 struct Thread {
   int32_t number;
   int32_t count;
   int32_t wave;
+  int32_t in_cta;  // its number in its CTA
+  int32_t cta;     // threads of that
+
+  // Where this thread has what it keeps of round r, beyond the `kept` first ones.
+  KVIO_STEP int32_t later(int32_t r, int32_t kept) const { return (r - kept) * cta + in_cta; }
 };
 
 constexpr int32_t kNoMiss = -1;     // of an entry that need not be loaded, or is by another one
@@ -228,7 +255,12 @@ struct RawLoc {
   uint32_t high;
 };
 
+// What a thread keeps of its first rounds, and has under way together while it waits.
+template <int32_t kSlots, int32_t kEntries>
 struct Mine {
+  static constexpr int32_t kSlotRounds = kSlots;
+  static constexpr int32_t kEntryRounds = kEntries;
+
   int32_t token[kEntryRounds];
   RawLoc host[kEntryRounds];
   int32_t result[kEntryRounds];     // kPending for an entry whose token is looked for
@@ -316,10 +348,11 @@ KVIO_STEP int32_t direct_result(Env& env, const ResolveParams& p, const Job& job
 }
 
 // What the first loads need no request for: the tokens of this thread's entries.
-KVIO_STEP void begin(const ResolveParams& p, int32_t batch_row, const Thread& t, Mine* mine) {
+template <class M>
+KVIO_STEP void begin(const ResolveParams& p, int32_t batch_row, const Thread& t, M* mine) {
   const int32_t* selected = row_of(p.top_k_tokens, batch_row);
   const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     mine->token[r] = r < entries.rounds && i < p.top_k ? selected[i] : kNoToken;
   }
@@ -329,12 +362,14 @@ struct alignas(16) Quad {
   int32_t words[4];
 };
 
+// The table of this thread's CTA.
 KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t) {
   Quad* keys = reinterpret_cast<Quad*>(w.keys);
-  KVIO_ROLLED for (int32_t h = t.number; h < 1 << (p.layout.hash_bits - 2); h += t.count) {
+  const int32_t quads = (1 << (p.layout.hash_bits - 2)) / (t.count / t.cta);
+  KVIO_ROLLED for (int32_t h = t.in_cta; h < quads; h += t.cta) {
     keys[h] = {{kNoToken, kNoToken, kNoToken, kNoToken}};
   }
-  if (t.number == 0) *w.repeated = 0;
+  if (t.in_cta == 0) *w.repeated = 0;
 }
 
 // Where the search for a token begins: four keys. A token is in the first free place from there on, so that four whose
@@ -344,8 +379,9 @@ KVIO_STEP uint32_t quad_of(const ResolveParams& p, int32_t token) {
 }
 
 // Which of the four keys at `home` is `token`, 4 for none; `last` is the last of them.
-KVIO_STEP uint32_t find_in_quad(const Workspace& w, uint32_t home, int32_t token, int32_t* last) {
-  const Quad quad = *reinterpret_cast<const Quad*>(w.keys + home);
+template <class Memory>
+KVIO_STEP uint32_t find_in_quad(const Memory& memory, const Workspace& w, uint32_t home, int32_t token, int32_t* last) {
+  const Quad quad = *reinterpret_cast<const Quad*>(memory.in_table(w.keys, home));
   uint32_t which = 4;
   KVIO_UNROLL for (uint32_t k = 0; k < 4; ++k) which = quad.words[k] == token ? k : which;
   *last = quad.words[3];
@@ -353,10 +389,11 @@ KVIO_STEP uint32_t find_in_quad(const Workspace& w, uint32_t home, int32_t token
 }
 
 // Where in the table `token` is; it is there.
-KVIO_STEP uint32_t home_of(const ResolveParams& p, const Workspace& w, int32_t token) {
+template <class Memory>
+KVIO_STEP uint32_t home_of(const Memory& memory, const ResolveParams& p, const Workspace& w, int32_t token) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
   uint32_t h = quad_of(p, token);
-  KVIO_ROLLED while (w.keys[h] != token) h = (h + 1) & mask;
+  KVIO_ROLLED while (*memory.in_table(w.keys, h) != token) h = (h + 1) & mask;
   return h;
 }
 
@@ -379,18 +416,19 @@ KVIO_STEP int32_t known_result(Env& env, const ResolveParams& p, const Job& job,
 }
 
 // Puts the token of entry i into the table; returns where.
-template <class Env>
-KVIO_STEP uint32_t insert_token(Env& env, const ResolveParams& p, const Workspace& w, int32_t i, int32_t token) {
+template <class Env, class Memory>
+KVIO_STEP uint32_t insert_token(Env& env, const Memory& memory, const ResolveParams& p, const Workspace& w, int32_t i,
+                                int32_t token) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
   uint32_t home = quad_of(p, token);
   KVIO_ROLLED while (true) {
-    const int32_t before = env.claim(&w.keys[home], kNoToken, token);
+    const int32_t before = env.claim(memory.in_table(w.keys, home), kNoToken, token);
     if (before == kNoToken) {
-      w.values[home] = pending_of(i);
+      *memory.in_table(w.values, home) = pending_of(i);
       return home;
     }
     if (KVIO_RARELY(before == token)) {
-      *w.repeated = 1;
+      for (int32_t q = 0; q < memory.ranks(); ++q) *memory.of_rank(w.repeated, q) = 1;
       return home;
     }
     home = (home + 1) & mask;
@@ -398,9 +436,10 @@ KVIO_STEP uint32_t insert_token(Env& env, const ResolveParams& p, const Workspac
 }
 
 // Has the state under way, of the first rounds.
-KVIO_STEP void fetch(const ResolveParams& p, const Job& job, const Thread& t, Mine* mine) {
+template <class M>
+KVIO_STEP void fetch(const ResolveParams& p, const Job& job, const Thread& t, M* mine) {
   const Stretch places = stretch_of(t, p.hot_slots);
-  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
     const int32_t s = t.number + r * t.count;
     const int32_t j = places.first + r * t.wave;
     mine->slot_token[r] = s < p.hot_slots ? job.tokens[s] : kNoToken;
@@ -410,93 +449,97 @@ KVIO_STEP void fetch(const ResolveParams& p, const Job& job, const Thread& t, Mi
 }
 
 // Puts tokens into the table.
-template <class Env>
-KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                      Mine* mine) {
+template <class M, class Env, class Memory>
+KVIO_STEP void insert(Env& env, const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job,
+                      const Thread& t, M* mine) {
   const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     mine->result[r] = known_result(env, p, job, i, mine->token[r]);
     mine->home[r] = 0;
-    if (mine->result[r] == kPending) mine->home[r] = insert_token(env, p, w, i, mine->token[r]);
+    if (mine->result[r] == kPending) mine->home[r] = insert_token(env, memory, p, w, i, mine->token[r]);
   }
-  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kEntryRounds; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     if (i >= p.top_k) break;
     const int32_t token = job.selected[i];
-    w.result[i] = known_result(env, p, job, i, token);
-    if (w.result[i] == kPending) insert_token(env, p, w, i, token);
+    const int32_t result = known_result(env, p, job, i, token);
+    w.result[t.later(r, M::kEntryRounds)] = result;
+    if (result == kPending) insert_token(env, memory, p, w, i, token);
   }
 }
 
 // Calls `entry(i, home)` for every entry of the thread that is in the table.
-template <class Entry>
-KVIO_STEP void for_each_in_table(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                                 const Mine& mine, const Entry& entry) {
+template <class M, class Memory, class Entry>
+KVIO_STEP void for_each_in_table(const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job,
+                                 const Thread& t, const M& mine, const Entry& entry) {
   const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     if (mine.result[r] == kPending) entry(entries.first + r * t.wave, mine.home[r]);
   }
-  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kEntryRounds; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
-    if (i < p.top_k && w.result[i] == kPending) entry(i, home_of(p, w, job.selected[i]));
+    if (i < p.top_k && w.result[t.later(r, M::kEntryRounds)] == kPending) {
+      entry(i, home_of(memory, p, w, job.selected[i]));
+    }
   }
 }
 
 // The lowest of several entries with one token asks for it.
-template <class Env>
-KVIO_STEP void settle(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                      const Mine& mine) {
-  for_each_in_table(p, w, job, t, mine, [&](int32_t i, uint32_t home) { env.raise(&w.values[home], pending_of(i)); });
+template <class M, class Env, class Memory>
+KVIO_STEP void settle(Env& env, const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job,
+                      const Thread& t, const M& mine) {
+  for_each_in_table(memory, p, w, job, t, mine,
+                    [&](int32_t i, uint32_t home) { env.raise(memory.in_table(w.values, home), pending_of(i)); });
 }
 
 // Slots that hold a selected token answer it, and stay.
-template <class Env>
-KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                    const Mine& mine) {
+template <class M, class Env, class Memory>
+KVIO_STEP void mark(Env& env, const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job,
+                    const Thread& t, const M& mine) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  int32_t token[kSlotRounds];
-  int32_t loc[kSlotRounds];
-  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+  int32_t token[M::kSlotRounds];
+  int32_t loc[M::kSlotRounds];
+  KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
     token[r] = mine.slot_token[r];
     loc[r] = mine.slot_loc[r];
   }
   int32_t base = t.number;
   while (true) {
-    uint32_t home[kSlotRounds];
-    uint32_t which[kSlotRounds];
-    int32_t last[kSlotRounds];
+    uint32_t home[M::kSlotRounds];
+    uint32_t which[M::kSlotRounds];
+    int32_t last[M::kSlotRounds];
     bool go_on = false;
-    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
       home[r] = quad_of(p, token[r]);
-      which[r] = find_in_quad(w, home[r], token[r], &last[r]);
+      which[r] = find_in_quad(memory, w, home[r], token[r], &last[r]);
     }
-    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) go_on = go_on || (which[r] == 4 && last[r] != kNoToken);
+    KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) go_on = go_on || (which[r] == 4 && last[r] != kNoToken);
     if (KVIO_RARELY(go_on)) {
-      KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+      KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
         KVIO_ROLLED while (which[r] == 4 && last[r] != kNoToken) {
           home[r] = (home[r] + 4) & mask;
-          which[r] = find_in_quad(w, home[r], token[r], &last[r]);
+          which[r] = find_in_quad(memory, w, home[r], token[r], &last[r]);
         }
       }
     }
     bool is_bad = false;
-    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
       const bool hit = which[r] != 4 && token[r] >= 0;
       const bool in_pool = static_cast<uint32_t>(loc[r]) < p.device_slots;
-      if (hit) w.values[home[r] + which[r]] = in_pool ? loc[r] : -1;
+      if (hit) *memory.in_table(w.values, home[r] + which[r]) = in_pool ? loc[r] : -1;
       is_bad = is_bad || (hit && !in_pool);
-      env.post_slots(w.slot_hits, base + r * t.count, hit);
+      env.post_slots(memory, w.slot_hits, base + r * t.count, hit);
     }
     if (KVIO_RARELY(is_bad)) {
-      KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+      KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
         if (which[r] == 4 || token[r] < 0 || static_cast<uint32_t>(loc[r]) < p.device_slots) continue;
         env.note(SwapInArgument::kDeviceLocs, base + r * t.count, loc[r]);
       }
     }
-    base += kSlotRounds * t.count;
+    base += M::kSlotRounds * t.count;
     if (base - t.number >= p.hot_slots) break;
-    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
       const int32_t s = base + r * t.count;
       token[r] = s < p.hot_slots ? job.tokens[s] : kNoToken;
       loc[r] = s < p.hot_slots ? job.locs[s] : 0;
@@ -512,8 +555,9 @@ KVIO_STEP bool stays(const ResolveParams& p, const Workspace& w, uint16_t slot) 
 
 // Whether entry i, whose token is in the table, asks for it because no slot holds it; else `result` is set where it is
 // known.
-KVIO_STEP bool asks(const Workspace& w, int32_t i, uint32_t home, int32_t* result) {
-  const int32_t value = w.values[home];
+template <class Memory>
+KVIO_STEP bool asks(const Memory& memory, const Workspace& w, int32_t i, uint32_t home, int32_t* result) {
+  const int32_t value = *memory.in_table(w.values, home);
   if (value > kPending) *result = value;
   return value == pending_of(i);
 }
@@ -531,13 +575,13 @@ KVIO_STEP int32_t vote_of(Env& env, const ResolveParams& p, int32_t token, int64
 
 // What this thread votes, 0 or 1, in place_rank and miss_rank; and results. A token's host location is read again
 // later beyond the first rounds.
-template <class Env>
-KVIO_STEP void judge(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                     Mine* mine) {
+template <class M, class Env, class Memory>
+KVIO_STEP void judge(Env& env, const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job,
+                     const Thread& t, M* mine) {
   const Stretch places = stretch_of(t, p.hot_slots);
   // A slot that is named wrongly stays as well: it is never given away.
   bool is_bad = false;
-  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
     const int32_t j = places.first + r * t.wave;
     const bool is_place = r < places.rounds && j < p.hot_slots;
     const bool bad = mine->lru[r] >= p.hot_slots;
@@ -546,50 +590,50 @@ KVIO_STEP void judge(Env& env, const ResolveParams& p, const Workspace& w, const
     if (r < places.rounds) env.post(Vote::kPlace, j, mine->place_rank[r] != 0);
   }
   if (KVIO_RARELY(is_bad)) {
-    KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+    KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
       const int32_t j = places.first + r * t.wave;
       if (r >= places.rounds || j >= p.hot_slots || mine->lru[r] < p.hot_slots) continue;
       env.note(SwapInArgument::kLru, j, static_cast<int16_t>(mine->lru[r]));
     }
   }
-  KVIO_ROLLED for (int32_t r = kSlotRounds; r < places.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kSlotRounds; r < places.rounds; ++r) {
     const int32_t j = places.first + r * t.wave;
     bool vote = false;
     if (j < p.hot_slots) {
       const uint16_t slot = static_cast<uint16_t>(job.lru[j]);
       if (KVIO_RARELY(slot >= p.hot_slots)) env.note(SwapInArgument::kLru, j, static_cast<int16_t>(slot));
       vote = slot >= p.hot_slots || stays(p, w, slot);
-      w.lru[j] = slot;
-      w.place_rank[j] = vote;
+      w.lru[t.later(r, M::kSlotRounds)] = slot;
+      w.place_rank[t.later(r, M::kSlotRounds)] = vote;
     }
     env.post(Vote::kPlace, j, vote);
   }
   const Stretch entries = stretch_of(t, p.top_k);
   // Only now, and for few: host locations lie far apart, and a load of them takes as long as 32 others.
-  bool is_asking[kEntryRounds];
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  bool is_asking[M::kEntryRounds];
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
-    is_asking[r] = mine->result[r] == kPending && asks(w, i, mine->home[r], &mine->result[r]);
+    is_asking[r] = mine->result[r] == kPending && asks(memory, w, i, mine->home[r], &mine->result[r]);
     if (is_asking[r]) mine->host[r] = raw_host_loc(p, job, mine->token[r]);
   }
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     mine->miss_rank[r] = 0;
     if (is_asking[r]) {
       mine->miss_rank[r] = vote_of(env, p, mine->token[r], host_loc_of(p, mine->host[r]), &mine->result[r]);
     }
     if (r < entries.rounds) env.post(Vote::kEntry, entries.first + r * t.wave, mine->miss_rank[r] == 1);
   }
-  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kEntryRounds; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     int32_t vote = 0;
     if (i < p.top_k) {
-      int32_t result = w.result[i];
+      int32_t result = w.result[t.later(r, M::kEntryRounds)];
       const int32_t token = job.selected[i];
-      if (result == kPending && asks(w, i, home_of(p, w, token), &result)) {
+      if (result == kPending && asks(memory, w, i, home_of(memory, p, w, token), &result)) {
         vote = vote_of(env, p, token, host_loc_of(p, raw_host_loc(p, job, token)), &result);
       }
-      w.result[i] = result;
-      w.miss_rank[i] = static_cast<int16_t>(vote);
+      w.result[t.later(r, M::kEntryRounds)] = result;
+      w.miss_rank[t.later(r, M::kEntryRounds)] = static_cast<int16_t>(vote);
     }
     env.post(Vote::kEntry, i, vote == 1);
   }
@@ -608,8 +652,8 @@ struct Count {
 };
 
 // Counts the votes; returns the wave's.
-template <class Env>
-KVIO_STEP Tally rank(Env& env, const ResolveParams& p, const Workspace& w, const Thread& t, Mine* mine) {
+template <class M, class Env>
+KVIO_STEP Tally rank(Env& env, const ResolveParams& p, const Workspace& w, const Thread& t, M* mine) {
   Tally tally{};
   const auto count_place = [&](int32_t j, bool vote) {
     const Count count = env.count(Vote::kPlace, j, vote);
@@ -618,15 +662,16 @@ KVIO_STEP Tally rank(Env& env, const ResolveParams& p, const Workspace& w, const
     return vote ? before : ~before;
   };
   const Stretch places = stretch_of(t, p.hot_slots);
-  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
     if (r < places.rounds) {
       mine->place_rank[r] = count_place(places.first + r * t.wave, mine->place_rank[r] != 0);
     }
   }
-  KVIO_ROLLED for (int32_t r = kSlotRounds; r < places.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kSlotRounds; r < places.rounds; ++r) {
     const int32_t j = places.first + r * t.wave;
-    const int32_t counted = count_place(j, j < p.hot_slots && w.place_rank[j] != 0);
-    if (j < p.hot_slots) w.place_rank[j] = static_cast<int16_t>(counted);
+    int16_t& rank_here = w.place_rank[t.later(r, M::kSlotRounds)];
+    const int32_t counted = count_place(j, j < p.hot_slots && rank_here != 0);
+    if (j < p.hot_slots) rank_here = static_cast<int16_t>(counted);
   }
   const auto count_entry = [&](int32_t i, int32_t vote) {
     const Count count = env.count(Vote::kEntry, i, vote == 1);
@@ -635,22 +680,24 @@ KVIO_STEP Tally rank(Env& env, const ResolveParams& p, const Workspace& w, const
     return vote == 1 ? before : vote == 0 ? kNoMiss : kNoHostLoc;
   };
   const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     const int32_t vote = mine->miss_rank[r];
     mine->miss_rank[r] = r < entries.rounds ? count_entry(entries.first + r * t.wave, vote) : kNoMiss;
   }
-  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kEntryRounds; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
-    const int32_t counted = count_entry(i, i < p.top_k ? w.miss_rank[i] : 0);
-    if (i < p.top_k) w.miss_rank[i] = static_cast<int16_t>(counted);
+    int16_t& rank_here = w.miss_rank[t.later(r, M::kEntryRounds)];
+    const int32_t counted = count_entry(i, i < p.top_k ? rank_here : 0);
+    if (i < p.top_k) rank_here = static_cast<int16_t>(counted);
   }
   return tally;
 }
 
 // The slots in their new order: those that left and were not taken, those that were taken, those that stayed. `before`
 // is of the waves before this thread's.
-KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t, const Mine& mine,
-                     const Tally& before, const Tally& all) {
+template <class M, class Memory>
+KVIO_STEP void place(const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                     const M& mine, const Tally& before, const Tally& all) {
   const int32_t leaving = p.hot_slots - all.hits;
   const int32_t taken = all.misses < leaving ? all.misses : leaving;
   const auto put = [&](int32_t j, int32_t rank, uint16_t slot) {
@@ -659,19 +706,22 @@ KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job,
       to = leaving + before.hits + rank;
     } else {
       const int32_t turn = j - before.hits - ~rank;
-      if (turn < taken) w.order[turn] = slot;
+      if (turn < taken) {
+        for (int32_t q = 0; q < memory.ranks(); ++q) memory.of_rank(w.order, q)[turn] = slot;
+      }
       to = turn < taken ? leaving - taken + turn : turn - taken;
     }
-    if (job.records) job.lru[to] = static_cast<int16_t>(slot);
+    job.lru[to] = static_cast<int16_t>(slot);
   };
   const Stretch places = stretch_of(t, p.hot_slots);
-  KVIO_UNROLL for (int32_t r = 0; r < kSlotRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kSlotRounds; ++r) {
     const int32_t j = places.first + r * t.wave;
     if (r < places.rounds && j < p.hot_slots) put(j, mine.place_rank[r], mine.lru[r]);
   }
-  KVIO_ROLLED for (int32_t r = kSlotRounds; r < places.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kSlotRounds; r < places.rounds; ++r) {
     const int32_t j = places.first + r * t.wave;
-    if (j < p.hot_slots) put(j, w.place_rank[j], w.lru[j]);
+    const int32_t at = t.later(r, M::kSlotRounds);
+    if (j < p.hot_slots) put(j, w.place_rank[at], w.lru[at]);
   }
 }
 
@@ -687,17 +737,19 @@ KVIO_STEP int32_t slot_taken(const Workspace& w, int32_t miss, int32_t leaving) 
 }
 
 // Records a miss; returns its location. A slot whose own location is bad stays empty.
-template <class Env>
-KVIO_STEP int32_t take(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, int32_t miss,
-                       const Taken& taken, int32_t token, int64_t host) {
+template <class Env, class Memory>
+KVIO_STEP int32_t take(Env& env, const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job,
+                       int32_t miss, const Taken& taken, int32_t token, int64_t host) {
   int32_t loc = -1;
   if (taken.slot >= 0) {
     loc = checked_loc(env, p, taken.given, taken.slot, SwapInArgument::kDeviceLocs);
-    if (job.records) job.tokens[taken.slot] = loc >= 0 ? token : kNoToken;
+    job.tokens[taken.slot] = loc >= 0 ? token : kNoToken;
   }
-  w.miss_src[miss] = host;
-  w.miss_dst[miss] = loc;
-  if (job.records && p.miss_count.data != nullptr) {
+  for (int32_t q = 0; q < memory.ranks(); ++q) {
+    memory.of_rank(w.miss_src, q)[miss] = host;
+    memory.of_rank(w.miss_dst, q)[miss] = loc;
+  }
+  if (p.miss_count.data != nullptr) {
     row_of(p.miss_src, job.batch_row)[miss] = host;
     row_of(p.miss_dst, job.batch_row)[miss] = taken.given;
   }
@@ -705,55 +757,62 @@ KVIO_STEP int32_t take(Env& env, const ResolveParams& p, const Workspace& w, con
 }
 
 // The answers. Misses take the slots that leave, least recently used first.
-template <class Env>
-KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t, Mine* mine,
-                      const Tally& before, const Tally& all) {
+template <class M, class Env, class Memory>
+KVIO_STEP void assign(Env& env, const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job,
+                      const Thread& t, M* mine, const Tally& before, const Tally& all) {
   const int32_t leaving = p.hot_slots - all.hits;
   const Stretch entries = stretch_of(t, p.top_k);
-  Taken taken[kEntryRounds];
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  Taken taken[M::kEntryRounds];
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     taken[r] = {-1, -1};
     if (mine->miss_rank[r] >= 0) taken[r].slot = slot_taken(w, before.misses + mine->miss_rank[r], leaving);
     if (taken[r].slot >= 0) taken[r].given = job.locs[taken[r].slot];
   }
-  KVIO_UNROLL for (int32_t r = 0; r < kEntryRounds; ++r) {
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     if (mine->miss_rank[r] >= 0) {
-      mine->result[r] = take(env, p, w, job, before.misses + mine->miss_rank[r], taken[r], mine->token[r],
+      mine->result[r] = take(env, memory, p, w, job, before.misses + mine->miss_rank[r], taken[r], mine->token[r],
                              host_loc_of(p, mine->host[r]));
     }
-    if (i >= p.top_k || r >= entries.rounds) continue;
-    if (job.records) job.out[i] = mine->result[r];
-    if (KVIO_RARELY(*w.repeated != 0)) {
-      w.result[i] = mine->result[r];
-      w.miss_rank[i] = static_cast<int16_t>(mine->miss_rank[r]);
-    }
+    if (r < entries.rounds && i < p.top_k) job.out[i] = mine->result[r];
   }
-  KVIO_ROLLED for (int32_t r = kEntryRounds; r < entries.rounds; ++r) {
+  KVIO_ROLLED for (int32_t r = M::kEntryRounds; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     if (i >= p.top_k) break;
-    if (w.miss_rank[i] >= 0) {
-      const int32_t miss = before.misses + w.miss_rank[i];
+    const int32_t miss_rank = w.miss_rank[t.later(r, M::kEntryRounds)];
+    int32_t& result = w.result[t.later(r, M::kEntryRounds)];
+    if (miss_rank >= 0) {
+      const int32_t miss = before.misses + miss_rank;
       const int32_t token = job.selected[i];
       Taken one{slot_taken(w, miss, leaving), -1};
       if (one.slot >= 0) one.given = job.locs[one.slot];
-      w.result[i] = take(env, p, w, job, miss, one, token, host_loc_of(p, raw_host_loc(p, job, token)));
+      result = take(env, memory, p, w, job, miss, one, token, host_loc_of(p, raw_host_loc(p, job, token)));
     }
-    if (job.records) job.out[i] = w.result[i];
+    job.out[i] = result;
   }
-  if (t.number == 0 && job.records) record_misses(p, job.batch_row, all.misses);
+  if (t.number == 0) record_misses(p, job.batch_row, all.misses);
 }
 
 // The two steps after it where tokens are repeated: who asked tells, and the others are told.
-KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
-  KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
-    if (w.miss_rank[i] != kNoMiss) w.values[home_of(p, w, job.selected[i])] = w.result[i];
+template <class M, class Memory>
+KVIO_STEP void tell(const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                    const M& mine) {
+  const Stretch entries = stretch_of(t, p.top_k);
+  KVIO_UNROLL for (int32_t r = 0; r < M::kEntryRounds; ++r) {
+    if (mine.miss_rank[r] != kNoMiss) *memory.in_table(w.values, mine.home[r]) = mine.result[r];
+  }
+  KVIO_ROLLED for (int32_t r = M::kEntryRounds; r < entries.rounds; ++r) {
+    const int32_t i = entries.first + r * t.wave;
+    const int32_t at = t.later(r, M::kEntryRounds);
+    if (i >= p.top_k || w.miss_rank[at] == kNoMiss) continue;
+    *memory.in_table(w.values, home_of(memory, p, w, job.selected[i])) = w.result[at];
   }
 }
-KVIO_STEP void repeat(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
-  KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
-    if (w.result[i] == kPending) job.out[i] = w.values[home_of(p, w, job.selected[i])];
-  }
+template <class M, class Memory>
+KVIO_STEP void repeat(const Memory& memory, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                      const M& mine) {
+  for_each_in_table(memory, p, w, job, t, mine,
+                    [&](int32_t i, uint32_t home) { job.out[i] = *memory.in_table(w.values, home); });
 }
 
 }  // namespace kvio::gpu

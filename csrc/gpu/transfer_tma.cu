@@ -463,9 +463,8 @@ bool launch_buffers(const Launch& launch) {
   p.num_stages = static_cast<uint32_t>(plan.stages);
   p.num_loaders = static_cast<uint32_t>(plan.loaders);
 
-  static std::atomic<bool> allowed[kMaxDevices];
   const void* kernel = reinterpret_cast<const void*>(tma_copy<kBuffers, kBoxes>);
-  allow_shared_memory("transfer", kernel, launch.device, launch.shared_limit, allowed);
+  allow_shared_memory("transfer", kernel, launch.device, launch.shared_limit);
   const int64_t shared = plan.stages * (plan.stage_bytes + tma_stage_overhead(plan.units_per_chunk));
   const int64_t blocks = std::min<int64_t>(plan.num_blocks, p.num_chunks);
   void* arguments[] = {&p};

@@ -20,9 +20,9 @@ struct MissCopyPlan {
 };
 
 struct SwapInPolicy {
-  int64_t fused_batch = 32;        // up to here the CTAs that resolve a request copy all its rows as well
-  int64_t fused_bytes = 16 << 10;  // and in a larger batch those of a request that has no more than this to copy
-  int64_t cluster_ctas = 4;        // of one request, where there are SMs for them
+  int64_t cluster_ctas = 4;       // of one request, where there are SMs for them
+  int64_t turns = 16;             // requests that copy at a time: they fill the link and stay close together
+  int64_t free_bytes = 32 << 10;  // a request that has no more to copy does not wait for its turn
 };
 
 // Kernels for whole packages of 16 bytes exist in these shapes; narrower packages are moved by one lane a package run.
