@@ -167,18 +167,6 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
-// What block `rank` of the cluster has where this block has `shared`, an address in its shared memory.
-template <class T>
-__device__ __forceinline__ T* in_cluster(T* shared, uint32_t rank) {
-#if __CUDA_ARCH__ >= 900
-  uint64_t address;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(reinterpret_cast<uint64_t>(shared)), "r"(rank));
-  return reinterpret_cast<T*>(address);
-#else
-  return shared;
-#endif
-}
-
 // Lets others run while this thread looks again and again for something that they do.
 __device__ __forceinline__ void pause() { __nanosleep(200); }
 

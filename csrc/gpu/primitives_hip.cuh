@@ -159,10 +159,6 @@ __device__ __forceinline__ void sync_wave() { __builtin_amdgcn_wave_barrier(); }
 // There are no clusters, and a kernel begins when the one before has ended.
 __device__ __forceinline__ void cluster_arrive() {}
 __device__ __forceinline__ void cluster_wait() {}
-template <class T>
-__device__ __forceinline__ T* in_cluster(T* shared, uint32_t) {
-  return shared;
-}
 __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(8); }
 __device__ __forceinline__ void allow_next_launch() {}
 __device__ __forceinline__ void await_previous_launch() {}

@@ -77,8 +77,8 @@ FusedCopy fused_copy_of(const SwapInRequest& request) {
     steps = std::max(steps, units * make_fused_copy_plan(group, kPolicy).steps);
   }
   if (steps >= kMaxSteps) return FusedCopy();
-  copy.turns = policy.turns;
-  copy.free_misses = request.batch <= policy.turns ? request.top_k : policy.free_bytes / row_bytes;
+  copy.turns = policy.copying_ctas;
+  copy.free_misses = request.batch <= copy.turns ? request.top_k : policy.free_bytes / row_bytes;
   return copy;
 }
 

@@ -53,15 +53,11 @@ struct DeviceEnv {
   }
   __device__ __forceinline__ void raise(int32_t* at, int32_t most) const { atomicMax(at, most); }
   // All lanes of a wave have slots that follow each other, the first a multiple of the wave.
-  template <class Memory>
-  __device__ __forceinline__ void post_slots(const Memory& memory, uint32_t* words, int32_t slot, bool flag) const {
+  __device__ __forceinline__ void post_slots(uint32_t* words, int32_t slot, bool flag) const {
     const auto votes = ballot(flag);
-    const int32_t rank = static_cast<int32_t>(threadIdx.x & 31);
-    if (rank >= memory.ranks()) return;
-    memory.of_rank(words, rank)[slot >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
+    if ((threadIdx.x & 31) == 0) words[slot >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
   }
-  __device__ __forceinline__ void post(Vote, int32_t, bool) const {}
-  __device__ __forceinline__ Count count(Vote, int32_t, bool flag) const {
+  __device__ __forceinline__ Count vote(Vote, int32_t, bool flag) const {
     const auto votes = ballot(flag);
     return {ones(votes & ((decltype(votes){1} << threadIdx.x % kWave) - 1)), ones(votes)};
   }
@@ -120,134 +116,89 @@ struct ResolveLaunch {
   int32_t turns;        // requests that copy at a time
 };
 
-// The memory of a cluster: each CTA has a part of the table.
-template <int kRanks>
-struct ClusterMemory {
-  int32_t local_bits;  // of a part
-  __device__ __forceinline__ constexpr int32_t ranks() const { return kRanks; }
-  template <class T>
-  __device__ __forceinline__ T* in_table(T* table, uint32_t at) const {
-    return in_cluster(table + (at & ((1u << local_bits) - 1)), at >> local_bits);
-  }
-  template <class T>
-  __device__ __forceinline__ T* of_rank(T* array, int32_t rank) const {
-    return in_cluster(array, static_cast<uint32_t>(rank));
-  }
-};
-
-template <int kRanks>
-__device__ __forceinline__ auto memory_of(const ResolveParams& p) {
-  if constexpr (kRanks == 1) {
-    return LocalMemory();
-  } else {
-    static_assert(kRanks == 2 || kRanks == 4, "a power of two");
-    return ClusterMemory<kRanks>{p.layout.hash_bits - kRanks / 2};
-  }
-}
-
-// A barrier of all threads of a request.
-template <int kRanks>
-__device__ __forceinline__ void sync_team() {
-  if constexpr (kRanks == 1) {
-    __syncthreads();
-  } else {
-    cluster_arrive();
-    cluster_wait();
-  }
-}
-
 // Tallies of all waves before this one, and of all waves: `mine` is the same in all lanes. One barrier.
-template <int kRanks, class Memory>
-__device__ __forceinline__ Tally sum_before(const Memory& memory, const Thread& t, const Tally& mine, Tally* all) {
-  constexpr int kWaves = kResolveThreads / kWave;
-  __shared__ uint32_t sums[kRanks * kWaves];
+__device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
+  constexpr uint32_t kWaves = kResolveThreads / kWave;
+  __shared__ uint32_t sums[kWaves];
   const uint32_t lane = threadIdx.x % kWave;
-  const uint32_t wave = static_cast<uint32_t>(t.number) / kWave;
+  const uint32_t wave = threadIdx.x / kWave;
   // Both are below 2^15, of all waves too.
-  if (lane < kRanks) {
-    memory.of_rank(sums, static_cast<int32_t>(lane))[wave] =
-        static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
-  }
-  sync_team<kRanks>();
-  // A lane adds up kRanks waves.
-  uint32_t sum = 0;
-#pragma unroll
-  for (int k = 0; k < kRanks; ++k) sum += lane < kWaves ? sums[lane * kRanks + k] : 0;
+  if (lane == 0) sums[wave] = static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
+  __syncthreads();
+  uint32_t sum = lane < kWaves ? sums[lane] : 0;
 #pragma unroll
   for (uint32_t step = 1; step < kWaves; step *= 2) {
     const uint32_t before = shuffle_up(sum, step);
     if (lane >= step) sum += before;
   }
   const uint32_t total = shuffle(sum, kWaves - 1);
-  const uint32_t group = wave / kRanks;
-  uint32_t before = group > 0 ? shuffle(sum, group - 1) : 0;
-#pragma unroll
-  for (uint32_t k = 0; k + 1 < kRanks; ++k) before += group * kRanks + k < wave ? sums[group * kRanks + k] : 0;
+  const uint32_t before = wave > 0 ? shuffle(sum, wave - 1) : 0;
   *all = {static_cast<int32_t>(total >> 16), static_cast<int32_t>(total & 0xffff)};
   return {static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
 }
 
-template <int kRanks, class M>
+template <int kRanks>
 __device__ __forceinline__ int32_t resolve_long(const ResolveParams& p, const Workspace& w, const Job& job,
-                                                const Thread& t, DeviceEnv* env, M* mine) {
-  const auto memory = memory_of<kRanks>(p);
-  insert(*env, memory, p, w, job, t, mine);
-  sync_team<kRanks>();
+                                                const Thread& t, const First& first, DeviceEnv* env) {
+  insert(*env, p, w, job, t, first);
+  __syncthreads();
   const bool repeated = *w.repeated != 0;
   if (KVIO_RARELY(repeated)) {
-    settle(*env, memory, p, w, job, t, *mine);
-    sync_team<kRanks>();
+    settle(*env, p, w, t);
+    __syncthreads();
   }
-  mark(*env, memory, p, w, job, t, *mine);
-  sync_team<kRanks>();
-  judge(*env, memory, p, w, job, t, mine);
-  const Tally of_wave = rank(*env, p, w, t, mine);
+  mark(*env, p, w, job, t, first);
+  __syncthreads();
+  const Tally of_wave = judge(*env, p, w, job, t, first);
+  // From here on the first CTA writes what the others have read.
+  if (kRanks > 1) cluster_arrive();
   Tally all;
-  const Tally before = sum_before<kRanks>(memory, t, of_wave, &all);
-  place(memory, p, w, job, t, *mine, before, all);
-  sync_team<kRanks>();
-  assign(*env, memory, p, w, job, t, mine, before, all);
+  const Tally before = sum_before(of_wave, &all);
+  if (kRanks > 1) cluster_wait();
+  place(p, w, job, t, before, all);
+  __syncthreads();
+  assign(*env, p, w, job, t, before, all);
   if (KVIO_RARELY(repeated)) {
-    sync_team<kRanks>();
-    tell(memory, p, w, job, t, *mine);
-    sync_team<kRanks>();
-    repeat(memory, p, w, job, t, *mine);
+    __syncthreads();
+    tell(p, w, t);
+    __syncthreads();
+    if (job.records) repeat(p, w, job, t);
   }
   return all.misses;
 }
 
-// Resolves a row of the batch; returns how many misses the workspace lists. A barrier has to follow.
-template <int kRanks, class M>
+// Resolves a row of the batch; returns how many misses the workspace lists. CTAs of a cluster do the same, and the
+// first of them records it when all have read. A barrier has to follow.
+template <int kRanks>
 __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row,
                                                uint32_t rank) {
   const ResolveParams& p = launch.p;
   DeviceEnv env;
-  const int32_t number = static_cast<int32_t>(threadIdx.x);
-  const Thread t{static_cast<int32_t>(rank) * kResolveThreads + number, kRanks * kResolveThreads,
-                 static_cast<int32_t>(kWave), number, kResolveThreads};
+  const bool records = rank == 0;
+  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads, static_cast<int32_t>(kWave)};
   const int64_t request = entry_of(p.req_pool_indices, batch_row);
   const int64_t seq_len = entry_of(p.seq_lens, batch_row);
   const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
-  M mine;
-  begin(p, batch_row, t, &mine);
+  First first;
+  begin(p, batch_row, t, &first);
   clear(p, w, t);
   const bool padding = batch_row >= real;
   const bool unknown = request < 0 || request >= p.pool_slots;
-  const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len);
+  const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
   const bool is_long = !padding && !unknown && (seq_len > p.hot_slots || p.device_locs.data != nullptr);
-  if (is_long) fetch(p, job, t, &mine);
-  sync_team<kRanks>();
+  if (is_long) fetch(p, job, t, &first);
+  __syncthreads();
   int32_t misses = 0;
   if (is_long) {
-    misses = resolve_long<kRanks>(p, w, job, t, &env, &mine);
-  } else {
+    misses = resolve_long<kRanks>(p, w, job, t, first, &env);
+  } else if (records) {
     KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
       job.out[i] = padding || unknown ? -1 : direct_result(env, p, job, seq_len, i);
     }
     if (t.number == 0) record_misses(p, batch_row, 0);
     if (t.number == 0 && !padding && unknown) env.note(SwapInArgument::kRequest, batch_row, request);
   }
-  if (KVIO_RARELY(env.argument >= 0)) {
+  if (KVIO_RARELY(env.argument >= 0) && records) {
     const SwapInArgument argument = static_cast<SwapInArgument>(env.argument);
     record_fault(launch.fault, launch.fault_op + env.argument, fault_position(job, argument, env.column), env.value,
                  fault_limit(p, job, argument));
@@ -316,7 +267,12 @@ __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& laun
     const uint32_t column = threadIdx.x % lanes;
     switch (rooms.width) {
       case 16:
-        copy_steps<16, 4>(rooms, w, misses, group, groups, column);
+        // Little code where there is little to copy.
+        if (misses * rooms.pieces.divisor * rooms.steps.divisor * rooms.num_buffers <= groups) {
+          copy_steps<16, 1>(rooms, w, misses, group, groups, column);
+        } else {
+          copy_steps<16, 4>(rooms, w, misses, group, groups, column);
+        }
         break;
       case 8:
         copy_steps<8, 4>(rooms, w, misses, group, groups, column);
@@ -352,6 +308,17 @@ __device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& laun
 }
 #endif
 
+// A barrier of all threads of a request.
+template <int kRanks>
+__device__ __forceinline__ void sync_ranks() {
+  if constexpr (kRanks == 1) {
+    __syncthreads();
+  } else {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
 // How many requests copy rows right now, of all streams of a device.
 __device__ uint32_t copying_requests;
 
@@ -366,7 +333,7 @@ __device__ __forceinline__ void take_turn(uint32_t turns) {
 }
 
 // kRanks: CTAs of a request. kShared: the workspace is in shared memory.
-template <int kRanks, bool kShared, class M>
+template <int kRanks, bool kShared>
 __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __grid_constant__ ResolveLaunch launch) {
   extern __shared__ __align__(16) char shared[];
   allow_next_launch();
@@ -378,18 +345,18 @@ __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __gri
   } else {
     w = workspace_at(launch.scratch + int64_t{batch_row} * launch.p.layout.bytes, launch.p.layout);
   }
-  const int32_t misses = resolve_row<kRanks, M>(launch, w, batch_row, rank);
-  sync_team<kRanks>();
+  const int32_t misses = resolve_row<kRanks>(launch, w, batch_row, rank);
+  __syncthreads();
   if (misses == 0 || launch.num_rooms == 0) return;
   const bool waits = misses > launch.free_misses;
   const bool leads = rank == 0 && threadIdx.x == 0;
   if (waits) {
     if (leads) take_turn(static_cast<uint32_t>(launch.turns));
-    sync_team<kRanks>();
+    sync_ranks<kRanks>();
   }
   copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank, kRanks);
   if (waits) {
-    sync_team<kRanks>();
+    sync_ranks<kRanks>();
     if (leads) atomicSub(&copying_requests, 1);
   }
 }
@@ -579,27 +546,13 @@ ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layo
 
 namespace {
 
-struct ResolveKernel {
-  const void* kernel;
-  Team team;
-  bool is_shared;
-};
-
-template <int kRanks, bool kShared, int32_t kSlots, int32_t kEntries>
-ResolveKernel make_kernel() {
-  return {reinterpret_cast<const void*>(swap_in_kernel<kRanks, kShared, Mine<kSlots, kEntries>>),
-          {kRanks, kResolveThreads, kSlots, kEntries},
-          kShared};
-}
-
-// The largest team that there is for so many CTAs, of which threads keep as many rounds as the hot buffer takes.
-ResolveKernel kernel_for(const SwapInRequest& request, int64_t cluster_ctas) {
+const void* kernel_for(int64_t ctas, bool is_shared) {
+  if (!is_shared) return reinterpret_cast<const void*>(swap_in_kernel<1, false>);
 #ifndef KVIO_ROCM
-  if (cluster_ctas >= 4 && request.hot_buffer_size <= 4 * kResolveThreads) return make_kernel<4, true, 1, 1>();
-  if (cluster_ctas >= 4) return make_kernel<4, true, 2, 1>();
-  if (cluster_ctas >= 2) return make_kernel<2, true, 2, 1>();
+  if (ctas == 4) return reinterpret_cast<const void*>(swap_in_kernel<4, true>);
+  if (ctas == 2) return reinterpret_cast<const void*>(swap_in_kernel<2, true>);
 #endif
-  return make_kernel<1, true, 4, 2>();
+  return reinterpret_cast<const void*>(swap_in_kernel<1, true>);
 }
 
 }  // namespace
@@ -609,15 +562,11 @@ ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int
   const int64_t most = shared_memory_limit("swap_in", device) - kStaticBytes;
   ResolvePlan plan;
   plan.most_shared = most;
-  ResolveKernel kernel = kernel_for(request, cluster_ctas);
-  plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kernel.team, most);
-  if (plan.layout.bytes > most) {
-    kernel = make_kernel<1, false, 4, 2>();
-    plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kernel.team, most);
-    plan.scratch_bytes = plan.layout.bytes;
-  }
-  plan.kernel = kernel.kernel;
-  plan.ctas = kernel.team.ranks;
+  plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kResolveThreads, most);
+  const bool is_shared = plan.layout.bytes <= most;
+  if (!is_shared) plan.scratch_bytes = plan.layout.bytes;
+  plan.ctas = is_shared ? cluster_ctas : 1;
+  plan.kernel = kernel_for(plan.ctas, is_shared);
   return plan;
 }
 

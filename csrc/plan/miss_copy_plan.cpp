@@ -56,7 +56,7 @@ MissCopyPlan make_planned_copy_plan(const BufferGroup& group, const PlatformPoli
 
 int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters, const SwapInPolicy& policy) {
   int64_t ctas = has_clusters ? policy.cluster_ctas : 1;
-  while (ctas > 1 && batch * ctas > num_sms) ctas /= 2;
+  while (ctas > 1 && batch * ctas > std::min(num_sms, policy.copying_ctas)) ctas /= 2;
   return ctas;
 }
 

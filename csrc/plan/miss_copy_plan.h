@@ -20,8 +20,8 @@ struct MissCopyPlan {
 };
 
 struct SwapInPolicy {
-  int64_t cluster_ctas = 4;       // of one request, where there are SMs for them
-  int64_t turns = 16;             // requests that copy at a time: they fill the link and stay close together
+  int64_t cluster_ctas = 4;       // of one request, at most
+  int64_t copying_ctas = 16;      // that copy at a time: they fill the link; more slow each other down
   int64_t free_bytes = 32 << 10;  // a request that has no more to copy does not wait for its turn
 };
 

@@ -23,37 +23,18 @@ using gpu::Job;
 using gpu::ResolveParams;
 using gpu::SwapInArgument;
 using gpu::Tally;
-using gpu::Team;
 using gpu::Thread;
 using gpu::Vote;
 using gpu::Workspace;
 
 using Fault = std::tuple<int, int64_t, int64_t, int64_t>;  // argument, position, value, limit
 
-// The memory of a team: the workspaces of its CTAs, one behind the other.
-struct TeamMemory {
-  char* base;
-  int32_t bytes;  // of a workspace
-  int32_t num_ranks;
-  int32_t table_bits;  // of a CTA's part of the table
-
-  int32_t ranks() const { return num_ranks; }
-  template <class T>
-  T* in_table(T* table, uint32_t at) const {
-    return of_rank(table, static_cast<int32_t>(at >> table_bits)) + (at & ((1u << table_bits) - 1));
-  }
-  template <class T>
-  T* of_rank(T* array, int32_t rank) const {
-    const int64_t offset = (reinterpret_cast<char*>(array) - base) % bytes;
-    return reinterpret_cast<T*>(base + int64_t{rank} * bytes + offset);
-  }
-};
-
 struct HostEnv {
   const ResolveParams* p;
   const Job* job;
   std::vector<Fault>* faults;
   int32_t wave = 1;
+  bool counts = false;
   std::vector<bool> votes[2] = {};
 
   int32_t claim(int32_t* at, int32_t expected, int32_t value) const {
@@ -62,36 +43,34 @@ struct HostEnv {
     return before;
   }
   void raise(int32_t* at, int32_t most) const { *at = std::max(*at, most); }
-  void post_slots(const TeamMemory& memory, uint32_t* words, int32_t slot, bool flag) const {
-    for (int32_t rank = 0; rank < memory.ranks(); ++rank) post_slot(memory.of_rank(words, rank), slot, flag);
-  }
-  void post_slot(uint32_t* words, int32_t slot, bool flag) const {
+  void post_slots(uint32_t* words, int32_t slot, bool flag) const {
     const uint32_t bit = 1u << (slot & 31);
     words[slot >> 5] = flag ? words[slot >> 5] | bit : words[slot >> 5] & ~bit;
   }
-  void post(Vote vote, int32_t at, bool flag) {
-    std::vector<bool>& of = votes[static_cast<size_t>(vote)];
-    if (of.size() <= static_cast<size_t>(at)) of.resize(static_cast<size_t>(at) + 1);
-    of[static_cast<size_t>(at)] = flag;
-  }
-  Count count(Vote vote, int32_t at, bool flag) const {
-    const std::vector<bool>& of = votes[static_cast<size_t>(vote)];
-    if (of.at(static_cast<size_t>(at)) != flag) throw std::logic_error("another vote than was posted");
+  // All votes of a step are cast when it is taken for the first time, and counted when it is taken again.
+  Count vote(Vote on, int32_t at, bool flag) {
+    std::vector<bool>& of = votes[static_cast<size_t>(on)];
+    if (!counts) {
+      if (of.size() <= static_cast<size_t>(at)) of.resize(static_cast<size_t>(at) + 1);
+      of[static_cast<size_t>(at)] = flag;
+      return {0, 0};
+    }
+    if (of.at(static_cast<size_t>(at)) != flag) throw std::logic_error("another vote than was cast");
     const auto wave_begin = of.begin() + at / wave * wave;
     return {static_cast<int32_t>(std::count(wave_begin, of.begin() + at, true)),
             static_cast<int32_t>(std::count(wave_begin, wave_begin + wave, true))};
   }
   void note(SwapInArgument argument, int32_t column, int64_t value) const {
+    if (counts) return;
     faults->emplace_back(static_cast<int>(argument), gpu::fault_position(*job, argument, column), value,
                          gpu::fault_limit(*p, *job, argument));
   }
 };
 
-// Threads of a team, and their order in each step.
-class Threads {
+// Threads of a CTA, and their order in each step.
+class Cta {
  public:
-  Threads(const Team& team, int32_t wave, uint64_t seed)
-      : team_(team), wave_(wave), order_(static_cast<size_t>(team.ranks * team.threads)), random_(seed) {
+  Cta(int32_t count, int32_t wave, uint64_t seed) : wave_(wave), order_(static_cast<size_t>(count)), random_(seed) {
     std::iota(order_.begin(), order_.end(), 0);
   }
 
@@ -99,11 +78,10 @@ class Threads {
   void all(Step step) {
     std::shuffle(order_.begin(), order_.end(), random_);
     const int32_t count = static_cast<int32_t>(order_.size());
-    for (const int32_t number : order_) step(Thread{number, count, wave_, number % team_.threads, team_.threads});
+    for (const int32_t number : order_) step(Thread{number, count, wave_});
   }
 
  private:
-  Team team_;
   int32_t wave_;
   std::vector<int32_t> order_;
   std::mt19937_64 random_;
@@ -132,38 +110,33 @@ std::vector<Tally> sums_before(const std::vector<Tally>& tallies, int32_t wave, 
   return before;
 }
 
-template <class M>
-int32_t resolve(const ResolveParams& p, const TeamMemory& memory, const Job& job, const Team& team, int32_t wave,
+int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, int32_t wave,
                 uint64_t seed, std::vector<Fault>* faults) {
   HostEnv env{&p, &job, faults, wave};
-  Threads threads(team, wave, seed);
-  const size_t count = static_cast<size_t>(team.ranks * team.threads);
-  std::vector<M> mine(count);
+  Cta cta(threads, wave, seed);
+  const size_t count = static_cast<size_t>(threads);
+  std::vector<gpu::First> first(count);
   std::vector<Tally> tallies(count);
   const auto of = [](auto& values, const Thread& t) { return &values[static_cast<size_t>(t.number)]; };
-  const auto at = [&](const Thread& t) {
-    return gpu::workspace_at(memory.of_rank(memory.base, t.number / team.threads), p.layout);
-  };
-  const auto is_repeated = [&] { return *gpu::workspace_at(memory.base, p.layout).repeated != 0; };
-  threads.all([&](const Thread& t) {
-    gpu::begin(p, job.batch_row, t, of(mine, t));
-    gpu::clear(p, at(t), t);
-    gpu::fetch(p, job, t, of(mine, t));
+  cta.all([&](const Thread& t) {
+    gpu::begin(p, job.batch_row, t, of(first, t));
+    gpu::clear(p, w, t);
+    gpu::fetch(p, job, t, of(first, t));
   });
-  threads.all([&](const Thread& t) { gpu::insert(env, memory, p, at(t), job, t, of(mine, t)); });
-  if (is_repeated()) {
-    threads.all([&](const Thread& t) { gpu::settle(env, memory, p, at(t), job, t, *of(mine, t)); });
-  }
-  threads.all([&](const Thread& t) { gpu::mark(env, memory, p, at(t), job, t, *of(mine, t)); });
-  threads.all([&](const Thread& t) { gpu::judge(env, memory, p, at(t), job, t, of(mine, t)); });
-  threads.all([&](const Thread& t) { *of(tallies, t) = gpu::rank(env, p, at(t), t, of(mine, t)); });
+  cta.all([&](const Thread& t) { gpu::insert(env, p, w, job, t, *of(first, t)); });
+  if (*w.repeated != 0) cta.all([&](const Thread& t) { gpu::settle(env, p, w, t); });
+  cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, t, *of(first, t)); });
+  cta.all([&](const Thread& t) { gpu::judge(env, p, w, job, t, *of(first, t)); });
+  env.counts = true;
+  cta.all([&](const Thread& t) { *of(tallies, t) = gpu::judge(env, p, w, job, t, *of(first, t)); });
+  env.counts = false;
   Tally all;
   std::vector<Tally> before = sums_before(tallies, wave, &all);
-  threads.all([&](const Thread& t) { gpu::place(memory, p, at(t), job, t, *of(mine, t), *of(before, t), all); });
-  threads.all([&](const Thread& t) { gpu::assign(env, memory, p, at(t), job, t, of(mine, t), *of(before, t), all); });
-  if (is_repeated()) {
-    threads.all([&](const Thread& t) { gpu::tell(memory, p, at(t), job, t, *of(mine, t)); });
-    threads.all([&](const Thread& t) { gpu::repeat(memory, p, at(t), job, t, *of(mine, t)); });
+  cta.all([&](const Thread& t) { gpu::place(p, w, job, t, *of(before, t), all); });
+  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, *of(before, t), all); });
+  if (*w.repeated != 0) {
+    cta.all([&](const Thread& t) { gpu::tell(p, w, t); });
+    if (job.records) cta.all([&](const Thread& t) { gpu::repeat(p, w, job, t); });
   }
   return all.misses;
 }
@@ -177,8 +150,7 @@ void bind_swap_in_steps(py::module_& m) {
          bool wide_host_locs, const Address& lru, const Address& out, const Address& device_locs,
          const Address& miss_src, const Address& miss_dst, const Address& miss_count, int64_t host_slots,
          int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, uint32_t request,
-         int64_t seq_len, int32_t threads, int32_t wave, int32_t ranks, int32_t slot_rounds, int64_t most_bytes,
-         uint64_t seed) {
+         int64_t seq_len, bool records, int32_t threads, int32_t wave, int64_t most_bytes, uint64_t seed) {
         ResolveParams p{};
         p.top_k_tokens = rows_at<const int32_t>(top_k_tokens);
         p.device_buffer_tokens = rows_at<int32_t>(tokens);
@@ -197,16 +169,11 @@ void bind_swap_in_steps(py::module_& m) {
         p.max_len = max_len;
         p.top_k = top_k;
         p.hot_slots = hot_slots;
-        const bool keeps_much = slot_rounds > 1;
-        const Team team{ranks, threads / ranks, slot_rounds, keeps_much ? 2 : 1};
-        p.layout = gpu::lay_out_workspace(top_k, hot_slots, team, most_bytes);
-        std::vector<char> buffer(static_cast<size_t>(p.layout.bytes) * static_cast<size_t>(ranks) + 16,
-                                 static_cast<char>(0x5a));
-        char* base = buffer.data() + (16 - reinterpret_cast<uint64_t>(buffer.data()) % 16) % 16;
-        int32_t rank_bits = 0;
-        while (1 << rank_bits < ranks) ++rank_bits;
-        const TeamMemory memory{base, p.layout.bytes, ranks, p.layout.hash_bits - rank_bits};
-        const Job job = gpu::make_job(p, batch_row, request, seq_len);
+        p.layout = gpu::lay_out_workspace(top_k, hot_slots, threads, most_bytes);
+        std::vector<char> memory(static_cast<size_t>(p.layout.bytes) + 16, static_cast<char>(0x5a));
+        char* base = memory.data() + (16 - reinterpret_cast<uint64_t>(memory.data()) % 16) % 16;
+        const Workspace w = gpu::workspace_at(base, p.layout);
+        const Job job = gpu::make_job(p, batch_row, request, seq_len, records);
         std::vector<Fault> faults;
         std::vector<std::tuple<int64_t, int32_t>> moves;
         if (seq_len <= hot_slots && p.device_locs.data == nullptr) {
@@ -217,24 +184,16 @@ void bind_swap_in_steps(py::module_& m) {
           gpu::record_misses(p, batch_row, 0);
           return std::make_tuple(moves, faults);
         }
-        const auto run = keeps_much ? resolve<gpu::Mine<4, 2>> : resolve<gpu::Mine<1, 1>>;
-        const int32_t misses = run(p, memory, job, team, wave, seed, &faults);
-        // Every CTA knows every miss.
-        for (int32_t rank = 0; rank < ranks; ++rank) {
-          const Workspace w = gpu::workspace_at(memory.of_rank(base, rank), p.layout);
-          std::vector<std::tuple<int64_t, int32_t>> here;
-          for (int32_t miss = 0; miss < misses; ++miss) here.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
-          if (rank > 0 && here != moves) throw std::logic_error("CTAs know of different misses");
-          moves = here;
-        }
+        const int32_t misses = resolve(p, w, job, threads, wave, seed, &faults);
+        for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
         return std::make_tuple(moves, faults);
       },
       py::kw_only(), py::arg("top_k_tokens"), py::arg("tokens"), py::arg("locs"), py::arg("host_locs"),
       py::arg("wide_host_locs"), py::arg("lru"), py::arg("out"), py::arg("device_locs"), py::arg("miss_src"),
       py::arg("miss_dst"), py::arg("miss_count"), py::arg("host_slots"), py::arg("device_slots"), py::arg("max_len"),
       py::arg("top_k"), py::arg("hot_slots"), py::arg("batch_row"), py::arg("request"), py::arg("seq_len"),
-      py::arg("threads"), py::arg("wave"), py::arg("ranks"), py::arg("slot_rounds"), py::arg("most_bytes"),
-      py::arg("seed"), "((host location, device location) of each miss, faults)");
+      py::arg("records"), py::arg("threads"), py::arg("wave"), py::arg("most_bytes"), py::arg("seed"),
+      "((host location, device location) of each miss, faults)");
 }
 
 }  // namespace kvio
