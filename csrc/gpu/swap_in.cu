@@ -157,10 +157,10 @@ __device__ __forceinline__ int32_t resolve_long(const ResolveParams& p, const Wo
   if (kRanks > 1) cluster_wait();
   place(p, w, job, t, before, all);
   __syncthreads();
-  assign(*env, p, w, job, t, before, all);
+  assign(*env, p, w, job, t, all);
   if (KVIO_RARELY(repeated)) {
     __syncthreads();
-    tell(p, w, t);
+    tell(p, w, t, before);
     __syncthreads();
     if (job.records) repeat(p, w, job, t);
   }

@@ -54,6 +54,7 @@ struct WorkspaceLayout {
   int32_t place_rank;
   int32_t slot_hits;
   int32_t order;
+  int32_t missing;
   int32_t miss_src;
   int32_t miss_dst;
   int32_t repeated;
@@ -73,6 +74,7 @@ struct Workspace {
   // Of all.
   uint32_t* slot_hits;  // a bit for each slot, up to whole rounds: it holds a selected token
   uint16_t* order;      // [at most top_k] slots that misses take, by miss
+  uint16_t* missing;    // [top_k] entry of each miss
   int64_t* miss_src;    // [top_k] host location of each miss
   int32_t* miss_dst;    // [top_k] device location of each miss, -1 for one that is not copied
   int32_t* repeated;    // not 0: a token is selected twice
@@ -105,6 +107,7 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
     layout.place_rank = take(2 * slots);
     layout.slot_hits = take((slots + 63) / 64 * 8);
     layout.order = take(2 * (top_k < hot_slots ? top_k : hot_slots));
+    layout.missing = take(2 * top_k);
     layout.miss_src = take(8 * top_k);
     layout.miss_dst = take(4 * top_k);
     layout.repeated = take(4);
@@ -125,6 +128,7 @@ KVIO_STEP Workspace workspace_at(char* base, const WorkspaceLayout& at) {
   w.place_rank = reinterpret_cast<int16_t*>(base + at.place_rank);
   w.slot_hits = reinterpret_cast<uint32_t*>(base + at.slot_hits);
   w.order = reinterpret_cast<uint16_t*>(base + at.order);
+  w.missing = reinterpret_cast<uint16_t*>(base + at.missing);
   w.miss_src = reinterpret_cast<int64_t*>(base + at.miss_src);
   w.miss_dst = reinterpret_cast<int32_t*>(base + at.miss_dst);
   w.repeated = reinterpret_cast<int32_t*>(base + at.repeated);
@@ -205,7 +209,7 @@ KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t reque
   const int64_t limit = seq_len < p.max_len || is_direct ? seq_len : p.max_len;
   Job job;
   job.batch_row = batch_row;
-  job.token_limit = static_cast<int32_t>(limit < kMost ? limit : kMost);
+  job.token_limit = static_cast<int32_t>(limit < 0 ? 0 : limit < kMost ? limit : kMost);
   job.newest = seq_len <= kMost ? static_cast<int32_t>(seq_len) - 1 : kNoToken;
   job.request = request;
   job.records = records;
@@ -348,11 +352,11 @@ KVIO_STEP uint32_t find_in_quad(const Workspace& w, uint32_t home, int32_t token
   return which;
 }
 
-// What is known of entry i without looking at the hot buffer: its result, or kPending.
+// The result of entry i, whose token is none that is looked for.
 template <class Env>
-KVIO_STEP int32_t known_result(Env& env, const ResolveParams& p, const Job& job, int32_t i, int32_t token) {
+KVIO_STEP int32_t other_result(Env& env, const ResolveParams& p, const Job& job, int32_t i, int32_t token) {
   if (token < 0) return -1;
-  if (KVIO_RARELY(token >= job.token_limit)) {
+  if (token >= job.token_limit) {
     env.note(SwapInArgument::kTopK, i, token);
     return -1;
   }
@@ -360,7 +364,7 @@ KVIO_STEP int32_t known_result(Env& env, const ResolveParams& p, const Job& job,
     const int32_t loc = job.direct[token];
     if (loc >= 0) return checked_loc(env, p, loc, token, SwapInArgument::kDirectLocs);
   }
-  if (KVIO_RARELY(token == job.newest)) {
+  if (token == job.newest) {
     return checked_loc(env, p, job.locs[p.hot_slots], p.hot_slots, SwapInArgument::kDeviceLocs);
   }
   return kPending;
@@ -395,7 +399,9 @@ KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, cons
     const int32_t i = entries.first + r * t.wave;
     const int32_t token = next;
     next = r + 1 < entries.rounds && i + t.wave < p.top_k ? job.selected[i + t.wave] : kNoToken;
-    const int32_t result = known_result(env, p, job, i, token);
+    int32_t result = kPending;
+    const bool is_plain = static_cast<uint32_t>(token) < static_cast<uint32_t>(job.token_limit) && token != job.newest;
+    if (KVIO_RARELY(!is_plain || job.direct != nullptr)) result = other_result(env, p, job, i, token);
     w.result[t.own(r)] = result;
     if (result == kPending) w.home[t.own(r)] = insert_token(env, p, w, i, token);
   }
@@ -417,15 +423,19 @@ KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const 
                     const First& first) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
   const int32_t rounds = (p.hot_slots + t.count - 1) / t.count;
+  const int32_t* tokens = job.tokens + t.number;
+  const int32_t* locs = job.locs + t.number;
   int32_t next_token = first.token;
   int32_t next_loc = first.loc;
+  int32_t bad = -1;
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
-    const int32_t s = t.own(r);
     const int32_t token = next_token;
     const int32_t loc = next_loc;
-    const bool has_next = s + t.count < p.hot_slots;
-    next_token = has_next ? job.tokens[s + t.count] : kNoToken;
-    next_loc = has_next ? job.locs[s + t.count] : 0;
+    tokens += t.count;
+    locs += t.count;
+    const bool has_next = t.own(r + 1) < p.hot_slots;
+    next_token = has_next ? *tokens : kNoToken;
+    next_loc = has_next ? *locs : 0;
     uint32_t home = quad_of(p, token);
     int32_t last;
     uint32_t which = find_in_quad(w, home, token, &last);
@@ -436,9 +446,10 @@ KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const 
     const bool hit = which != 4 && token >= 0;
     const bool in_pool = static_cast<uint32_t>(loc) < p.device_slots;
     if (hit) w.values[home + which] = in_pool ? loc : -1;
-    if (KVIO_RARELY(hit && !in_pool)) env.note(SwapInArgument::kDeviceLocs, s, loc);
-    env.post_slots(w.slot_hits, s, hit);
+    if (hit && !in_pool) bad = r;
+    env.post_slots(w.slot_hits, t.own(r), hit);
   }
+  if (KVIO_RARELY(bad >= 0)) env.note(SwapInArgument::kDeviceLocs, t.own(bad), job.locs[t.own(bad)]);
 }
 
 // Of a wave, or of all waves before it, or of all.
@@ -460,22 +471,29 @@ KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, cons
                       const First& first) {
   Tally tally{};
   const Stretch places = stretch_of(t, p.hot_slots);
+  const int16_t* lru = job.lru + places.first;
   int32_t next = first.slot;
+  int32_t bad = -1;
   KVIO_ROLLED for (int32_t r = 0; r < places.rounds; ++r) {
     const int32_t j = places.first + r * t.wave;
     const int32_t slot = next;
-    next = r + 1 < places.rounds && j + t.wave < p.hot_slots ? job.lru[j + t.wave] : 0;
+    lru += t.wave;
+    next = r + 1 < places.rounds && j + t.wave < p.hot_slots ? *lru : 0;
     // A slot that is named wrongly stays as well: it is never given away.
-    const bool bad = static_cast<uint32_t>(slot) >= static_cast<uint32_t>(p.hot_slots);
-    const int32_t known = bad ? 0 : slot;
+    const bool is_slot = static_cast<uint32_t>(slot) < static_cast<uint32_t>(p.hot_slots);
+    const int32_t known = is_slot ? slot : 0;
     const bool is_hit = (w.slot_hits[known >> 5] >> (known & 31) & 1) != 0;
-    const bool vote = j < p.hot_slots && (bad || is_hit);
-    if (KVIO_RARELY(bad && j < p.hot_slots)) env.note(SwapInArgument::kLru, j, slot);
+    const bool vote = j < p.hot_slots && (is_hit || !is_slot);
+    if (!is_slot) bad = r;
     const Count count = env.vote(Vote::kPlace, j, vote);
     const int32_t before = tally.hits + count.before;
     tally.hits += count.all;
     w.lru[t.own(r)] = static_cast<uint16_t>(slot);
     w.place_rank[t.own(r)] = static_cast<int16_t>(vote ? before : ~before);
+  }
+  if (KVIO_RARELY(bad >= 0)) {
+    const int32_t j = places.first + bad * t.wave;
+    env.note(SwapInArgument::kLru, j, job.lru[j]);
   }
   const Stretch entries = stretch_of(t, p.top_k);
   KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
@@ -503,8 +521,8 @@ KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, cons
   return tally;
 }
 
-// The slots in their new order: those that left and were not taken, those that were taken, those that stayed. `before`
-// is of the waves before this thread's.
+// The slots in their new order: those that left and were not taken, those that were taken, those that stayed; the
+// answers that are known; and which entry misses as which. `before` is of the waves before this thread's.
 KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t, const Tally& before,
                      const Tally& all) {
   const int32_t leaving = p.hot_slots - all.hits;
@@ -525,61 +543,58 @@ KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job,
     }
     if (job.records) job.lru[to] = static_cast<int16_t>(slot);
   }
-}
-
-// Entry i takes the slot whose turn it is, least recently used first, as a miss. Returns its location.
-template <class Env>
-KVIO_STEP int32_t take(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, int32_t i, int32_t miss,
-                       int32_t leaving) {
-  const int32_t token = job.selected[i];
-  const int64_t host = host_loc_of(p, job, token);
-  int32_t given = -1;
-  int32_t loc = -1;
-  // Fewer slots than misses only where lru_slots names some wrongly.
-  if (miss < leaving) {
-    const uint16_t slot = w.order[miss];
-    given = job.locs[slot];
-    loc = checked_loc(env, p, given, slot, SwapInArgument::kDeviceLocs);
-    // A slot whose own location is bad stays empty.
-    if (job.records) job.tokens[slot] = loc >= 0 ? token : kNoToken;
-  }
-  w.miss_src[miss] = host;
-  w.miss_dst[miss] = loc;
-  if (job.records && p.miss_count.data != nullptr) {
-    row_of(p.miss_src, job.batch_row)[miss] = host;
-    row_of(p.miss_dst, job.batch_row)[miss] = given;
-  }
-  return loc;
-}
-
-// The answers.
-template <class Env>
-KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                      const Tally& before, const Tally& all) {
-  const int32_t leaving = p.hot_slots - all.hits;
   const Stretch entries = stretch_of(t, p.top_k);
   KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
     const int32_t i = entries.first + r * t.wave;
     if (i >= p.top_k) break;
     const int32_t miss_rank = w.miss_rank[t.own(r)];
-    int32_t result = w.result[t.own(r)];
     if (miss_rank >= 0) {
-      result = take(env, p, w, job, i, before.misses + miss_rank, leaving);
-    } else if (miss_rank == kNoHostLoc) {
-      result = -1;
+      w.missing[before.misses + miss_rank] = static_cast<uint16_t>(i);
+    } else if (job.records) {
+      // Of a repeated token it comes later.
+      job.out[i] = miss_rank == kNoHostLoc ? -1 : w.result[t.own(r)];
     }
-    // Repeated tokens are told about it.
-    w.result[t.own(r)] = result;
-    if (job.records) job.out[i] = result;
+  }
+}
+
+// Misses take the slots that leave, least recently used first. A slot whose own location is bad stays empty.
+template <class Env>
+KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                      const Tally& all) {
+  const int32_t leaving = p.hot_slots - all.hits;
+  KVIO_ROLLED for (int32_t m = t.number; m < all.misses; m += t.count) {
+    const int32_t i = w.missing[m];
+    const int32_t token = job.selected[i];
+    const int64_t host = host_loc_of(p, job, token);
+    int32_t given = -1;
+    int32_t loc = -1;
+    // Fewer slots than misses only where lru_slots names some wrongly.
+    if (m < leaving) {
+      const uint16_t slot = w.order[m];
+      given = job.locs[slot];
+      loc = checked_loc(env, p, given, slot, SwapInArgument::kDeviceLocs);
+      if (job.records) job.tokens[slot] = loc >= 0 ? token : kNoToken;
+    }
+    w.miss_src[m] = host;
+    w.miss_dst[m] = loc;
+    if (!job.records) continue;
+    job.out[i] = loc;
+    if (p.miss_count.data == nullptr) continue;
+    row_of(p.miss_src, job.batch_row)[m] = host;
+    row_of(p.miss_dst, job.batch_row)[m] = given;
   }
   if (t.number == 0 && job.records) record_misses(p, job.batch_row, all.misses);
 }
 
 // The two steps after it where tokens are repeated: who asked tells, and the others are told.
-KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Thread& t) {
+KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Thread& t, const Tally& before) {
   const Stretch entries = stretch_of(t, p.top_k);
   KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
-    if (w.miss_rank[t.own(r)] != kNoMiss) w.values[w.home[t.own(r)]] = w.result[t.own(r)];
+    const int32_t miss_rank = w.miss_rank[t.own(r)];
+    if (miss_rank == kNoMiss) continue;
+    const int32_t result = miss_rank >= 0 ? w.miss_dst[before.misses + miss_rank] : -1;
+    w.values[w.home[t.own(r)]] = result;
+    w.result[t.own(r)] = result;
   }
 }
 KVIO_STEP void repeat(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {

@@ -133,9 +133,9 @@ int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int3
   Tally all;
   std::vector<Tally> before = sums_before(tallies, wave, &all);
   cta.all([&](const Thread& t) { gpu::place(p, w, job, t, *of(before, t), all); });
-  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, *of(before, t), all); });
+  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, all); });
   if (*w.repeated != 0) {
-    cta.all([&](const Thread& t) { gpu::tell(p, w, t); });
+    cta.all([&](const Thread& t) { gpu::tell(p, w, t, *of(before, t)); });
     if (job.records) cta.all([&](const Thread& t) { gpu::repeat(p, w, job, t); });
   }
   return all.misses;
