@@ -337,19 +337,9 @@ KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t
   if (t.number == 0) *w.repeated = 0;
 }
 
-// Where the search for a token begins: four keys. A token is in the first free place from there on, so that four whose
-// last is free end a search.
-KVIO_STEP uint32_t quad_of(const ResolveParams& p, int32_t token) {
-  return static_cast<uint32_t>(token) * 2654435761u >> (34 - p.layout.hash_bits) << 2;
-}
-
-// Which of the four keys at `home` is `token`, 4 for none; `last` is the last of them.
-KVIO_STEP uint32_t find_in_quad(const Workspace& w, uint32_t home, int32_t token, int32_t* last) {
-  const Quad quad = *reinterpret_cast<const Quad*>(&w.keys[home]);
-  uint32_t which = 4;
-  KVIO_UNROLL for (uint32_t k = 0; k < 4; ++k) which = quad.words[k] == token ? k : which;
-  *last = quad.words[3];
-  return which;
+// Where the search for a token begins: it is in the first free place from there on.
+KVIO_STEP uint32_t home_of(const ResolveParams& p, int32_t token) {
+  return static_cast<uint32_t>(token) * 2654435761u >> (32 - p.layout.hash_bits);
 }
 
 // The result of entry i, whose token is none that is looked for.
@@ -374,7 +364,7 @@ KVIO_STEP int32_t other_result(Env& env, const ResolveParams& p, const Job& job,
 template <class Env>
 KVIO_STEP uint32_t insert_token(Env& env, const ResolveParams& p, const Workspace& w, int32_t i, int32_t token) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  uint32_t home = quad_of(p, token);
+  uint32_t home = home_of(p, token);
   KVIO_ROLLED while (true) {
     const int32_t before = env.claim(&w.keys[home], kNoToken, token);
     if (before == kNoToken) {
@@ -436,16 +426,15 @@ KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const 
     const bool has_next = t.own(r + 1) < p.hot_slots;
     next_token = has_next ? *tokens : kNoToken;
     next_loc = has_next ? *locs : 0;
-    uint32_t home = quad_of(p, token);
-    int32_t last;
-    uint32_t which = find_in_quad(w, home, token, &last);
-    KVIO_ROLLED while (KVIO_RARELY(which == 4 && last != kNoToken)) {
-      home = (home + 4) & mask;
-      which = find_in_quad(w, home, token, &last);
+    uint32_t home = home_of(p, token);
+    int32_t key = w.keys[home];
+    KVIO_ROLLED while (key != token && key != kNoToken) {
+      home = (home + 1) & mask;
+      key = w.keys[home];
     }
-    const bool hit = which != 4 && token >= 0;
+    const bool hit = key == token && token >= 0;
     const bool in_pool = static_cast<uint32_t>(loc) < p.device_slots;
-    if (hit) w.values[home + which] = in_pool ? loc : -1;
+    if (hit) w.values[home] = in_pool ? loc : -1;
     if (hit && !in_pool) bad = r;
     env.post_slots(w.slot_hits, t.own(r), hit);
   }
