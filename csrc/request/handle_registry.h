@@ -19,7 +19,7 @@ constexpr int64_t kFirstOwnHandle = int64_t{1} << 32;  // below are those that c
 template <class Item>
 class HandleRegistry {
  public:
-  HandleRegistry() : next_(kFirstOwnHandle * (1 + std::random_device()() % (1u << 20))) {}
+  HandleRegistry() : first_(kFirstOwnHandle * (1 + std::random_device()() % (1u << 20))), next_(first_) {}
 
   // `wanted` is a number of the caller's, free now; 0 takes one that was never given out. Those begin somewhere else in
   // each process: a number that a compiled graph carried over from another one finds nothing instead of another pool.
@@ -32,7 +32,6 @@ class HandleRegistry {
     if (!items_.emplace(handle, std::move(item)).second) {
       fail(op, "handle is ", wanted, ", which an open pool has; it needs a free number, or 0 (chosen for you)");
     }
-    removed_.erase(handle);
     return handle;
   }
 
@@ -42,7 +41,7 @@ class HandleRegistry {
     const auto found = find_or_fail(op, handle);
     std::shared_ptr<const Item> item = std::move(found->second);
     items_.erase(found);
-    removed_.insert(handle);
+    if (handle < kFirstOwnHandle) removed_.insert(handle);
     return item;
   }
 
@@ -57,7 +56,7 @@ class HandleRegistry {
   typename Items::iterator find_or_fail(const char* op, int64_t handle) {
     const auto found = items_.find(handle);
     if (found != items_.end()) return found;
-    if (removed_.count(handle) > 0) {
+    if (removed_.count(handle) > 0 || (first_ <= handle && handle < next_)) {
       fail(op, "handle is ", handle, ", whose pool was closed; it needs the handle of an open pool");
     }
     fail(op, "handle is ", handle,
@@ -66,7 +65,8 @@ class HandleRegistry {
 
   std::mutex mutex_;
   Items items_;
-  std::set<int64_t> removed_;  // for their error text
+  std::set<int64_t> removed_;  // of the callers' numbers, for the error text
+  const int64_t first_;        // of the registry's own
   int64_t next_;
 };
 
