@@ -172,7 +172,7 @@ class HostKVPool:
                 for memory, shape in zip(self._memories, shapes, strict=True)
             )
             self._layers = self._layout.layer_views(self._tensors)
-            self._token = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            self._token = _make_token(self._device)
             # Free pages: ascending ids from _cursor on, and those freed since the last sort.
             self._sorted = torch.arange(self.num_pages, dtype=torch.int64, device="cpu")
             self._cursor = 0
@@ -650,6 +650,10 @@ def _checked_device(where: str, device: torch.device | str | int) -> torch.devic
     if index >= count:
         raise ValueError(f"{where}: device got {device!r}; this process has {count} CUDA devices")
     return torch.device("cuda", index)
+
+
+def _make_token(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
 def _staging_buffer(device: torch.device, nbytes: int) -> torch.Tensor:
