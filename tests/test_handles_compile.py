@@ -453,7 +453,7 @@ def check_step(pool, decoder, arguments, got):
         twin = Decoder(full, DECODER_SLOTS, x.device)
         full.tensors[0].copy_(pool.tensors[0])
         want = twin(x, host_prefix.to(x.device), prefix, host_new.to(x.device), new)
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BOTH)

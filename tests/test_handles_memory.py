@@ -21,8 +21,8 @@ from sgl_kvio.memory import GIB, memory_limits
 MIB = 1 << 20
 NUMBER = 78
 LAYERS, SLOTS = 8, 256
-# Compilers take some of their own. At 4 GiB it is an eighth of the pool.
-COMPILER_BYTES = 512 * MIB
+# Compilers and what they load take some of their own.
+COMPILER_BYTES = 1024 * MIB
 
 
 def pool_bytes():
@@ -80,6 +80,9 @@ def as_called(form, arguments, device, folder):
     if form in ("eager", "aot_eager", "inductor"):
         torch._dynamo.reset()
         return torch.compile(step, backend=form, fullgraph=True)
+    if form == "reduce-overhead":
+        torch._dynamo.reset()
+        return torch.compile(step, mode=form, fullgraph=True)
     program = torch.export.export(step, arguments)
     if form == "export":
         return program.module()
