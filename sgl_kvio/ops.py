@@ -98,7 +98,8 @@ def transfer(
     it for CPU indices), and so are the bytes of a row that one call both reads and writes (refused
     likewise). Empty lists are a no-op.
 
-    Not differentiable: the copy is invisible to autograd and does not bump version counters.
+    Not differentiable: the copy is invisible to autograd and does not bump version counters. Under
+    ``torch.compile`` a host pool that is written may be cloned; :func:`write_back` names it instead.
 
     Raises:
         RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU
