@@ -98,8 +98,8 @@ def transfer(
     it for CPU indices), and so are the bytes of a row that one call both reads and writes (refused
     likewise). Empty lists are a no-op.
 
-    Not differentiable: the copy is invisible to autograd and does not bump version counters. Under
-    ``torch.compile`` a host pool that is written may be cloned; :func:`write_back` names it instead.
+    Not differentiable: the copy is invisible to autograd and does not bump version counters.
+    ``torch.compile`` may clone a host pool that is written; :func:`write_back` names it instead.
 
     Raises:
         RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU
@@ -237,6 +237,8 @@ def register_pool(
 
 def unregister_pool(handle: int) -> None:
     """Close a handle of :func:`register_pool`: later calls that name it raise.
+
+    The handle of a ``HostKVPool`` is closed with the pool.
 
     Calls under way on the CPU end as they would have; work that a GPU still has to do needs the
     memory (synchronize first), and so does every CUDA graph that captured a call.

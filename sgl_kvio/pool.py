@@ -540,17 +540,20 @@ class HostKVPool:
         with self._lock:
             self._closed = True
             self._tensors, self._layers = (), []
-            if self._drop_handle is not None:
-                self._drop_handle()
             memories, self._memories = self._memories, []
         error: BaseException | None = None
-        for release in [self._drop_staging, *(memory.close for memory in reversed(memories))]:
+        closes = [memory.close for memory in reversed(memories)]
+        for release in [self._close_handle, self._drop_staging, *closes]:
             try:
                 release()
             except Exception as failed:
                 error = error or failed
         if error is not None:
             raise error
+
+    def _close_handle(self) -> None:
+        if self._drop_handle is not None:
+            self._drop_handle()
 
     def _drop_staging(self) -> None:
         with self._staging_lock:

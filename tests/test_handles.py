@@ -371,6 +371,17 @@ def test_a_pool_that_nobody_closed_gives_its_handle_back():
         some_call("restore", handle)
 
 
+def test_a_pool_whose_handle_somebody_closed_still_gives_its_memory_back():
+    pool = make_pool()
+    mapping = weakref.ref(pool._memories[0]._mapping)
+    sgl_kvio.unregister_pool(pool.handle)
+    with pytest.raises(RuntimeError, match="whose pool was closed"):
+        pool.close()
+    gc.collect()
+    assert mapping() is None
+    pool.close()
+
+
 def test_the_handle_and_the_token_of_a_closed_pool_raise():
     pool = make_pool()
     pool.close()
