@@ -220,7 +220,7 @@ def test_random_programs_keep_their_order(backend, seed):
 
 @pytest.mark.parametrize("backend", BOTH[1:])
 def test_a_long_random_program_keeps_its_order(backend):
-    check_twice(random_program(99, 40), backend)
+    check_twice(random_program(99, 24), backend)
 
 
 def test_the_order_check_would_see_calls_that_swapped():
