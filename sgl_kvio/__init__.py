@@ -19,11 +19,15 @@ from sgl_kvio.ops import (
     host_register,
     host_unregister,
     memcpy_batch,
+    register_pool,
+    restore,
     set_rates,
     swap_in,
     take_fault,
     transfer,
     transfer_staged,
+    unregister_pool,
+    write_back,
 )
 from sgl_kvio.page_store import FilePageStore, PageStore, load_pages, save_pages
 from sgl_kvio.pool import HostKVPool
@@ -47,12 +51,16 @@ __all__ = [
     "host_unregister",
     "load_pages",
     "memcpy_batch",
+    "register_pool",
+    "restore",
     "save_pages",
     "set_rates",
     "swap_in",
     "take_fault",
     "transfer",
     "transfer_staged",
+    "unregister_pool",
+    "write_back",
 ]
 
 _rates.load()

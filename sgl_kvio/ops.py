@@ -99,6 +99,7 @@ def transfer(
     likewise). Empty lists are a no-op.
 
     Not differentiable: the copy is invisible to autograd and does not bump version counters.
+    ``torch.compile`` may clone a host pool that is written; :func:`write_back` names it instead.
 
     Raises:
         RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU
@@ -206,6 +207,135 @@ def explain_staged(
         num_blocks=num_blocks,
     )
     return str(text)
+
+
+def register_pool(
+    buffers: torch.Tensor | Sequence[torch.Tensor], *, row_ndim: int = 2, handle: int = 0
+) -> int:
+    """Give host buffers a handle, by which :func:`write_back` and :func:`restore` reach them.
+
+    A ``HostKVPool`` has one already (``HostKVPool.handle``); this is for host memory of your own.
+    The handle is a number, so a compiled or exported graph names the pool without holding it, and
+    no pass can clone it.
+
+    Args:
+        buffers: host tensors, strided views as in :func:`transfer`, in the order in which
+            ``first_buffer`` counts them. For calls on a GPU their memory must be page-locked.
+        row_ndim: trailing dims of a buffer that make a row.
+        handle: a number of your own, 1 to 2**32 - 1, for graphs that outlive the process: an
+            exported program, in which the handle is a constant, finds the pool that has its number.
+            0 chooses one, which no other pool of the process ever gets.
+
+    The buffers stay alive until :func:`unregister_pool`.
+
+    Raises:
+        RuntimeError: no buffers, a tensor that is not on the CPU or has no rows of ``row_ndim``
+            dims, a handle that an open pool has.
+    """
+    return int(_kvio.register_pool(_as_list(buffers), row_ndim=row_ndim, handle=handle))
+
+
+def unregister_pool(handle: int) -> None:
+    """Close a handle of :func:`register_pool`: later calls that name it raise.
+
+    The handle of a ``HostKVPool`` is closed with the pool.
+
+    Calls under way on the CPU end as they would have; work that a GPU still has to do needs the
+    memory (synchronize first), and so does every CUDA graph that captured a call.
+
+    Raises:
+        RuntimeError: no open pool has the handle.
+    """
+    _kvio.unregister_pool(handle)
+
+
+def write_back(
+    handle: int,
+    token: torch.Tensor,
+    src: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    """Copy rows into a host pool that is named by its handle: what ``torch.compile`` needs.
+
+    ``pool[first_buffer + i][dst_indices] = src[i][src_indices]``, every ``i``, by the same kernels
+    and under the same contract as :func:`transfer`. The pool is no argument of the graph:
+    functionalization, which under ``aot_eager`` hands :func:`transfer` a clone of a mutated host
+    pool, does not see it.
+
+    Args:
+        handle: ``HostKVPool.handle``, or what :func:`register_pool` returned.
+        token: ``HostKVPool.token``, or any tensor (one element is enough) on the CPU or on the GPU
+            of the call. The schema says that the op writes it, so compilers keep every call and the
+            order among calls of one token; no kernel touches it. In a graph it has to be an input
+            or a buffer of a module: a call whose token is made inside the graph is dead code.
+        src: buffers to read, a device pool's.
+        dst_indices, src_indices: rows of the host pool, rows of ``src``; as in :func:`transfer`.
+        first_buffer: the pool's buffer that ``src[0]`` goes to: ``2 * layer`` where a layer is K
+            and V.
+        page_size, index_unit, backend, num_blocks, prefer: as in :func:`transfer`.
+
+    Order: a token orders calls of :func:`write_back` and :func:`restore` among each other, as they
+    stand in the program, and against nothing else. Other accesses to the pool's memory inside one
+    graph (:func:`transfer` on its tensors, reads of its views) have no order against them. Give
+    every call on one pool the same token.
+
+    Errors call the host side ``pool``: ``pool[i]`` is the buffer that ``src[i]`` is paired with.
+
+    Raises:
+        RuntimeError: as :func:`transfer`; a handle that is unknown or whose pool was closed; more
+            tensors than the pool has buffers from ``first_buffer`` on.
+
+    Example::
+
+        @torch.compile(fullgraph=True)
+        def save(layer: int, k, v, host_pages, device_pages):
+            sgl_kvio.write_back(pool.handle, pool.token, [k, v], host_pages, device_pages,
+                                first_buffer=2 * layer, page_size=64, index_unit="page")
+    """
+    options = _changed(2, page_size, index_unit, backend, num_blocks, prefer)
+    if first_buffer != 0:
+        options["first_buffer"] = first_buffer
+    _kvio.write_back(handle, token, _as_list(src), dst_indices, src_indices, **options)
+
+
+def restore(
+    handle: int,
+    token: torch.Tensor,
+    dst: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    """Copy rows out of a host pool that is named by its handle; see :func:`write_back`.
+
+    ``dst[i][dst_indices] = pool[first_buffer + i][src_indices]``, every ``i``. ``dst`` is marked as
+    written, so what stands behind the call in a graph reads the new rows.
+
+    Example::
+
+        for layer, (k, v) in enumerate(device_layers):  # inside a compiled function
+            sgl_kvio.restore(pool.handle, pool.token, [k, v], device_slots, host_slots,
+                             first_buffer=2 * layer)
+            x = attention(x, k, v)
+    """
+    options = _changed(2, page_size, index_unit, backend, num_blocks, prefer)
+    if first_buffer != 0:
+        options["first_buffer"] = first_buffer
+    _kvio.restore(handle, token, _as_list(dst), dst_indices, src_indices, **options)
 
 
 def memcpy_batch(
@@ -451,7 +581,8 @@ def take_fault(device_index: int = -1) -> list[int]:
     ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``, 3 and 4 for those of
     ``transfer_staged``; 5 to 10 for ``top_k_tokens``, ``host_cache_locs``, ``device_buffer_locs``,
     ``lru_slots``, ``req_pool_indices`` and ``device_locs`` of ``swap_in``; 11 for ``miss_src`` and
-    12 for ``miss_dst`` of ``copy_planned``. A position in a 2-D argument is
+    12 for ``miss_dst`` of ``copy_planned``; 13 to 16 for ``dst_indices`` and ``src_indices`` of
+    ``write_back`` and of ``restore``. A position in a 2-D argument is
     ``row * 2**32 + column``. Only kernels that have finished are seen; synchronize first, or use
     :func:`check`.
     """
@@ -474,6 +605,10 @@ _FAULTS = (
     ("swap_in", "device_locs", True, _NO_LOCATION),
     ("copy_planned", "miss_src", True, _NOT_MOVED),
     ("copy_planned", "miss_dst", True, _NOT_MOVED),
+    ("write_back", "dst_indices", False, _NOT_MOVED),
+    ("write_back", "src_indices", False, _NOT_MOVED),
+    ("restore", "dst_indices", False, _NOT_MOVED),
+    ("restore", "src_indices", False, _NOT_MOVED),
 )
 
 
@@ -653,6 +788,55 @@ def _fake_explain_staged(
     return "pages: unknown while tracing\n"
 
 
+def _fake_register_pool(
+    buffers: Sequence[torch.Tensor], *, row_ndim: int = 2, handle: int = 0
+) -> int:
+    raise RuntimeError(
+        "kvio::register_pool: a handle is known only at run time; call it outside the graph"
+    )
+
+
+def _fake_unregister_pool(handle: int) -> None:
+    raise RuntimeError(
+        "kvio::unregister_pool: changes the process, not a tensor; call it outside the graph"
+    )
+
+
+def _fake_write_back(
+    handle: int,
+    token: torch.Tensor,
+    src: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    # Not the handle: a program may be traced where the pool is not.
+    _refuse_mixed_meta("write_back", [token, *src, dst_indices, src_indices])
+
+
+def _fake_restore(
+    handle: int,
+    token: torch.Tensor,
+    dst: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    _refuse_mixed_meta("restore", [token, *dst, dst_indices, src_indices])
+
+
 def _fake_memcpy_batch(
     dst: Sequence[torch.Tensor],
     src: Sequence[torch.Tensor],
@@ -772,6 +956,10 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "transfer": _fake_transfer,
     "transfer_staged": _fake_transfer_staged,
     "explain_staged": _fake_explain_staged,
+    "register_pool": _fake_register_pool,
+    "unregister_pool": _fake_unregister_pool,
+    "write_back": _fake_write_back,
+    "restore": _fake_restore,
     "memcpy_batch": _fake_memcpy_batch,
     "swap_in": _fake_swap_in,
     "copy_planned": _fake_copy_planned,

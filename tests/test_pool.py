@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import sgl_kvio
 from sgl_kvio import HostKVPool, memory, ops
+from sgl_kvio import pool as pool_module
 
 KINDS = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head"),
@@ -760,6 +761,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(ops, "host_register", made.register)
     monkeypatch.setattr(ops, "host_unregister", made.unregister)
     monkeypatch.setattr(memory, "gpu_numa_node", lambda device_index: None)
+    monkeypatch.setattr(pool_module, "_make_token", lambda device: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

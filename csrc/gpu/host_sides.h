@@ -39,9 +39,8 @@ class HostSide {
 };
 
 struct HostSides {
-  HostSides(const char* op, DeviceKind dst_device, DeviceKind src_device, const char* dst_name = "dst",
-            const char* src_name = "src")
-      : dst(op, dst_name, dst_device), src(op, src_name, src_device) {}
+  HostSides(const char* op, const SideNames& names, DeviceKind dst_device, DeviceKind src_device)
+      : dst(op, names.dst, dst_device), src(op, names.src, src_device) {}
 
   bool alias_differs() const { return dst.alias_differs() || src.alias_differs(); }
 
@@ -72,14 +71,14 @@ void accept_buffers(HostSides* host, Request& request, Use use) {
 
 // The host memory of a call, accepted; its addresses stay.
 inline HostSides accept_host_buffers(const char* op, const TransferRequest& request) {
-  HostSides host(op, request.dst_device, request.src_device);
+  HostSides host(op, request.names, request.dst_device, request.src_device);
   accept_buffers(&host, request, [](const BufferGroup&, size_t, const char*, const char*) {});
   return host;
 }
 
 // Puts the addresses that the GPU uses in place of host ones.
 inline void translate_host_buffers(const char* op, TransferRequest* request) {
-  HostSides host(op, request->dst_device, request->src_device);
+  HostSides host(op, request->names, request->dst_device, request->src_device);
   accept_buffers(&host, *request, [](BufferGroup& group, size_t b, char* dst, const char* src) {
     group.dst_base[b] = dst;
     group.src_base[b] = src;

@@ -52,7 +52,7 @@ void check_strides(const char* op, const SwapInRequest& r) {
 
 void translate_pools(const char* op, SwapInPools* pools) {
   if (!pools->moves_bytes()) return;
-  HostSides host(op, pools->device, pools->host_device, "device_buffer", "host_cache");
+  HostSides host(op, SideNames{"device_buffer", "host_cache"}, pools->device, pools->host_device);
   accept_buffers(&host, *pools, [](BufferGroup& group, size_t b, char* dst, const char* src) {
     group.dst_base[b] = dst;
     group.src_base[b] = src;

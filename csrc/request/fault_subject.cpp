@@ -23,6 +23,10 @@ constexpr FaultSubject kSubjects[] = {
     {"swap_in", "device_locs", true, kNoLocation},
     {"copy_planned", "miss_src", true, kNotMoved},
     {"copy_planned", "miss_dst", true, kNotMoved},
+    {"write_back", "dst_indices", false, kNotMoved},
+    {"write_back", "src_indices", false, kNotMoved},
+    {"restore", "dst_indices", false, kNotMoved},
+    {"restore", "src_indices", false, kNotMoved},
 };
 
 }  // namespace

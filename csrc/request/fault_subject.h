@@ -7,7 +7,14 @@
 namespace kvio {
 
 // The first number of each op; its arguments follow in the order of fault_subject.cpp.
-enum class FaultOp : int64_t { kTransfer = 1, kTransferStaged = 3, kSwapIn = 5, kCopyPlanned = 11 };
+enum class FaultOp : int64_t {
+  kTransfer = 1,
+  kTransferStaged = 3,
+  kSwapIn = 5,
+  kCopyPlanned = 11,
+  kWriteBack = 13,
+  kRestore = 15
+};
 
 struct FaultSubject {
   const char* op;

@@ -21,4 +21,4 @@ def test_both_name_the_same_place(kvio, number):
 
 def test_a_number_that_nobody_has_is_no_crash(kvio):
     assert kvio.fault_subject(0)[0] == "transfer"
-    assert kvio.fault_subject(99)[0] == "copy_planned"
+    assert kvio.fault_subject(99)[0] == "restore"
