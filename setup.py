@@ -6,6 +6,11 @@ Environment:
     KVIO_ROCM_ARCHS    gfx targets, such as "gfx942" (default: the list in cmake/rocm.cmake)
     KVIO_HIP_COMPILER  hipcc or clang++ for rocm (default: looked for)
     MAX_JOBS           parallel compile jobs
+    CUDACXX            nvcc, when it is not the PATH's
+    KVIO_LINK_LAST     libraries to link after all others, such as tools/old_glibc.py makes
+
+KVIO_BACKEND=cpu, cuda or rocm is named in the package's version too (0.1.0+cpu, +cu130, +rocm), so
+that the wheels of one release lie side by side; auto adds nothing.
 """
 
 import os
@@ -28,6 +33,29 @@ def version() -> str:
     if match is None:
         raise RuntimeError("sgl_kvio/_version.py holds no __version__")
     return match.group(1)
+
+
+def backend() -> str:
+    return os.environ.get("KVIO_BACKEND") or "auto"
+
+
+def local_version() -> str:
+    """What tells the wheels of one release apart: "+cpu", "+cu130", "+rocm", or nothing."""
+    if backend() == "auto":
+        return ""
+    if backend() != "cuda":
+        return f"+{backend()}"
+    # CMake looks in the same two places.
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    if nvcc is None:
+        raise SystemExit(
+            "KVIO_BACKEND is 'cuda' but there is no nvcc; it needs one on the PATH, or CUDACXX"
+        )
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    if release is None:
+        raise SystemExit(f"{nvcc} --version names no release")
+    return f"+cu{release[1]}{release[2]}"
 
 
 def torch_root() -> Path:
@@ -67,13 +95,14 @@ class CMakeBuild(build_ext):
             "Ninja",
             f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
             f"-DKVIO_VERSION={version()}",
-            f"-DKVIO_BACKEND={os.environ.get('KVIO_BACKEND', 'auto')}",
+            f"-DKVIO_BACKEND={backend()}",
             f"-DKVIO_TORCH_ROOT={torch_root()}",
             f"-DKVIO_PYTHON_INCLUDE={sysconfig.get_path('include')}",
             f"-DKVIO_OUTPUT_DIR={output}",
         ]
         # Unset means what the build files say, not that of an earlier build in this tree.
-        for name in ("KVIO_CUDA_ARCHS", "KVIO_ROCM_ARCHS", "KVIO_HIP_COMPILER"):
+        names = ("KVIO_CUDA_ARCHS", "KVIO_ROCM_ARCHS", "KVIO_HIP_COMPILER", "KVIO_LINK_LAST")
+        for name in names:
             value = os.environ.get(name)
             configure.append(f"-D{name}={value}" if value else f"-U{name}")
         subprocess.run(configure, check=True)
@@ -82,7 +111,7 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    version=version(),
+    version=version() + local_version(),
     ext_modules=[Extension("sgl_kvio._C", sources=[], py_limited_api=True)],
     cmdclass={"build_ext": CMakeBuild},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

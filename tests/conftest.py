@@ -1,10 +1,14 @@
-"""Test modules import their neighbours `cases` and `reference` by name, wherever pytest starts."""
+"""Test modules import their neighbours `cases` and `reference` by name, wherever pytest starts.
+
+KVIO_TEST_CASES=1 runs the first case of every test function, =2 the first two: a wide, quick look.
+"""
 
 import atexit
 import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
@@ -34,3 +38,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
+
+
+def pytest_collection_modifyitems(config, items):
+    most = int(os.environ.get("KVIO_TEST_CASES", "0"))
+    if most <= 0:
+        return
+    seen, chosen, left_out = Counter(), [], []
+    for item in items:
+        function = (item.path, getattr(item, "originalname", item.name))
+        seen[function] += 1
+        (chosen if seen[function] <= most else left_out).append(item)
+    items[:] = chosen
+    config.hook.pytest_deselected(items=left_out)

@@ -20,6 +20,8 @@ SMALL = ["--device", "cpu", "--quick", "--tokens", "128", "--layers", "2", "--po
 # A busy machine may be slow, but nothing is to be left out.
 SMALL += ["--budget", "100"]
 
+pytestmark = pytest.mark.skipif(not BENCH.is_dir(), reason="not run from a source tree")
+
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with this test's sgl_kvio, wherever it was imported from."""

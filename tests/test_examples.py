@@ -13,6 +13,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PAGE_STORE = EXAMPLES / "page_store.py"
 FEW = ["--pages", "10"]
 
+pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="not run from a source tree")
+
 
 def run(*arguments):
     """Runs Python with this test's sgl_kvio, wherever it was imported from."""
