@@ -68,10 +68,13 @@ def main() -> int:
         print(f"not from {given.within}: these tests would not be those of the wheel")
         return 1
 
+    tests = given.tests.resolve()
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", str(given.tests.resolve()), *given.pytest, "-q"]
+        command = [sys.executable, "-m", "pytest", str(tests), *given.pytest, "-q", "-rfE"]
         command += ["-p", "no:cacheprovider", "--import-mode=importlib", f"--junitxml={junit}"]
+        # tests/gpu alone has its conftest.py one folder up.
+        command += [f"--rootdir={tests.parent}", f"--confcutdir={tests.parent}"]
         start = time.monotonic()
         status = subprocess.run(command, cwd=folder).returncode
         seconds = time.monotonic() - start
