@@ -18,12 +18,15 @@ from sgl_kvio.ops import (
     get_rates,
     host_register,
     host_unregister,
+    layer_flags,
+    load_layers,
     memcpy_batch,
     set_rates,
     swap_in,
     take_fault,
     transfer,
     transfer_staged,
+    wait_layer,
 )
 from sgl_kvio.page_store import FilePageStore, PageStore, load_pages, save_pages
 from sgl_kvio.pool import HostKVPool
@@ -45,6 +48,8 @@ __all__ = [
     "get_rates",
     "host_register",
     "host_unregister",
+    "layer_flags",
+    "load_layers",
     "load_pages",
     "memcpy_batch",
     "save_pages",
@@ -53,6 +58,7 @@ __all__ = [
     "take_fault",
     "transfer",
     "transfer_staged",
+    "wait_layer",
 ]
 
 _rates.load()

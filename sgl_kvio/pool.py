@@ -160,6 +160,7 @@ class HostKVPool:
                 for memory, shape in zip(self._memories, shapes, strict=True)
             )
             self._layers = self._layout.layer_views(self._tensors)
+            self._stacked = self._layout.stacked_views(self._tensors)
             # Free pages: ascending ids from _cursor on, and those freed since the last sort.
             self._sorted = torch.arange(self.num_pages, dtype=torch.int64, device="cpu")
             self._cursor = 0
@@ -275,6 +276,15 @@ class HostKVPool:
         """The views of all layers in one flat list: K0, V0, K1, V1, ..."""
         self._check_open()
         return [buffer for buffers in self._layers for buffer in buffers]
+
+    def stacked(self) -> list[torch.Tensor]:
+        """A view for each buffer of a layer (K, V), of all layers, as ``load_layers`` takes them.
+
+        ``[layers, slots, heads, dim]``, or ``[layers, pages, page_size, heads, dim]`` where
+        ``layer(i)`` is paged: entry ``i`` of the first dimension is a buffer of ``layer(i)``.
+        """
+        self._check_open()
+        return list(self._stacked)
 
     def page_bytes(self, page: int) -> tuple[memoryview, ...]:
         """The contiguous writable byte ranges that together are one page, without a copy.
@@ -501,7 +511,7 @@ class HostKVPool:
         """
         with self._lock:
             self._closed = True
-            self._tensors, self._layers = (), []
+            self._tensors, self._layers, self._stacked = (), [], []
             memories, self._memories = self._memories, []
         error: BaseException | None = None
         for release in [self._drop_staging, *(memory.close for memory in reversed(memories))]:

@@ -494,8 +494,9 @@ const char* kept(const std::string& text) {
 void bind_facts(py::module_& m) {
   m.def("fault_subject", [](int64_t number) {
     const FaultSubject subject = fault_subject(number);
-    return std::make_tuple(subject.op, subject.argument, subject.is_matrix, subject.consequence);
+    return std::make_tuple(subject.op, subject.argument, subject.is_matrix, subject.consequence, subject.is_too_old);
   });
+  m.def("fault_need", [](int64_t number, int64_t limit) { return fault_need(fault_subject(number), limit); });
   m.def("fault_place", [](int64_t number, int64_t position) { return fault_place(fault_subject(number), position); });
   m.def("matrix_position", &matrix_position);
   py::enum_<Direction>(m, "Direction")
