@@ -411,9 +411,7 @@ def copy_planned(
     )
 
 
-LayerBuffers = (
-    torch.Tensor | Sequence[torch.Tensor] | Sequence[torch.Tensor | Sequence[torch.Tensor]]
-)
+LayerBuffers = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
 def layer_flags(num_layers: int, device: torch.device | str | int) -> torch.Tensor:
@@ -450,10 +448,11 @@ def load_layers(
     Args:
         dst: The device pool, in one of two forms. Stacked: a tensor ``[layers, slots, *row]`` or
             ``[layers, pages, page_size, *row]``, or a list of one for each buffer of a layer (K,
-            V); any strides, which may differ between buffers. Or for every layer the list of its
-            buffers (or one tensor), as :func:`transfer` takes them: then buffer ``j`` has the same
-            dtype, shape and strides in every layer. Stacked pools cost less: a list's every tensor
-            adds a quarter of a microsecond. At most 16 buffers a layer, of at most 4 row shapes.
+            V); any strides, which may differ between buffers. Or a list of layers, each the list of
+            its buffers as :func:`transfer` takes them (``HostKVPool.layers()``): then buffer ``j``
+            has the same dtype, shape and strides in every layer. Stacked pools cost less: every
+            tensor of a list adds a quarter of a microsecond. At most 16 buffers a layer, of at most
+            4 row shapes.
         src: The host pool (or a pool on the same GPU), in the form of ``dst``, or in the other one.
             ``HostKVPool.stacked()`` gives a pool's layers stacked, whatever its layout.
         dst_indices, src_indices, row_ndim, page_size, index_unit, num_blocks: as in
@@ -519,13 +518,13 @@ def _by_layer(buffers: LayerBuffers) -> tuple[list[torch.Tensor], int]:
     """Tensors as the op takes them, and the number of layers they are listed by, 0 for stacked."""
     if isinstance(buffers, torch.Tensor):
         return [buffers], 0
-    if all(isinstance(entry, torch.Tensor) for entry in buffers):
-        return _as_list(buffers), 0
-    layers = [_as_list(layer) for layer in buffers]
+    layers: list[Any] = buffers if isinstance(buffers, list) else list(buffers)
+    if not layers or isinstance(layers[0], torch.Tensor):
+        return layers, 0
     for i, layer in enumerate(layers):
         if len(layer) != len(layers[0]):
             raise RuntimeError(
-                f"kvio::load_layers: layer {i} has {len(layer)} buffers and layer 0 has"
+                f"kvio::load_layers: layer {i} has {len(layer)} buffers but layer 0 has"
                 f" {len(layers[0])}; it needs as many for every layer"
             )
     return [buffer for layer in layers for buffer in layer], len(layers)
