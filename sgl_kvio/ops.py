@@ -555,10 +555,10 @@ def wait_layer(
         layer: which layer, from 0.
         after: what the code that reads the layer's rows takes besides them: page table, slots,
             queries. Nothing happens to these tensors, but the schema says that they are written, so
-            that a compiler puts nothing that uses them before the wait. Pass them wherever
-            ``torch.compile`` sees the call, as everything that reads the rows has to take one of
-            them; the pools themselves must not stand here, where functionalization would clone
-            them. Run eagerly they change nothing.
+            that a compiler puts nothing that uses them before the wait. Needed wherever
+            ``torch.compile`` or ``torch.export`` sees the call; everything that reads the rows has
+            to take one of them. The pools do not belong here: functionalization would clone them,
+            before the wait. Eagerly they change nothing and may be left out.
         timeout_ms: how long to wait at most, on a GPU. A wait that gives up leaves a fault, which
             the next call or :func:`check` raises, instead of a stream that hangs for good.
 
@@ -571,7 +571,9 @@ def wait_layer(
     replay: an int would be reached for good after the first one. With
     ``torch.compile(mode="reduce-overhead")``, ``flags``, ``epoch`` and the pools need addresses
     that stay (``torch._dynamo.mark_static_address``, or buffers of a module), as it copies other
-    inputs. An int is symbolic in a compiled function.
+    inputs; so does an input of the function that stands in ``after`` (or pass a copy made in the
+    function), as it makes no graph of one that writes to others. An int epoch is symbolic in a
+    compiled function.
 
     On the CPU loads are over when they return: there it only looks.
 
@@ -924,6 +926,12 @@ def _fake_wait_layer(
 ) -> None:
     given = [epoch] if isinstance(epoch, torch.Tensor) else []
     _refuse_mixed_meta("wait_layer", [flags, *given])
+    if not after:
+        raise RuntimeError(
+            "kvio::wait_layer: after is empty while the call is being traced, so that a compiler"
+            " would drop the wait; it needs what the code that reads the layer takes besides its"
+            " rows, such as slots or queries"
+        )
 
 
 def _fake_host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
