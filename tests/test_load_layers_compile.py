@@ -93,13 +93,18 @@ def check_loads(compiled, arguments, loads=3):
         got = compiled(*arguments)
         if k.is_cuda:
             torch.cuda.synchronize()
-        torch.testing.assert_close(got, want)
+        assert_close(got, want)
         for place in (0, 1, 4, 5, 6, 7):
             assert_same_bytes(arguments[place], twins[place], f"argument {place} of load {load}")
         assert flags.tolist() == [[load] * L, [0] * L]
         moved = arguments[6][:, arguments[9].cpu()].cpu()
         assert_same_bytes(k[:, arguments[8]].cpu(), moved, "rows that were to be moved")
     assert epoch.item() == loads
+
+
+def assert_close(got, want):
+    """Rounded alike at best: rows that are not there are far from it."""
+    torch.testing.assert_close(got.cpu(), want.cpu(), rtol=1e-4, atol=1e-4)
 
 
 @BACKENDS
@@ -118,7 +123,7 @@ def test_no_wait_is_dropped(layer, backend):
     flags[0], epoch[0] = 7, 7
     compiled = torch.compile(forward, backend=backend, fullgraph=True)
     got = compiled(k, v, slots, hidden, flags, epoch)
-    torch.testing.assert_close(got, forward(k, v, slots, hidden, flags, epoch))
+    assert_close(got, forward(k, v, slots, hidden, flags, epoch))
     flags[0, layer] = 6
     with pytest.raises(RuntimeError, match=rf"flags\[0, {layer}\] is 6; it needs 7"):
         compiled(k, v, slots, hidden, flags, epoch)
@@ -206,7 +211,7 @@ def test_a_number_is_symbolic(backend):
     for epoch in range(1, 7):
         host.add_(1)
         got = compiled(k, host, slots, at, frm, flags, epoch)
-        torch.testing.assert_close(got, host[L - 1][frm] * 2)
+        assert_close(got, host[L - 1][frm] * 2)
         assert flags.tolist() == [[epoch] * L, [0] * L]
     assert graphs <= 2
 
@@ -243,4 +248,4 @@ def test_page_tables_may_have_any_length():
     for count in (2, 3, 7, SLOTS):
         slots = torch.randperm(SLOTS)[:count]
         got = compiled(k, v, slots, hidden, flags, epoch)
-        torch.testing.assert_close(got, forward(k, v, slots, hidden, flags, epoch))
+        assert_close(got, forward(k, v, slots, hidden, flags, epoch))
