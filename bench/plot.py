@@ -261,7 +261,6 @@ def draw_load_layers(result: Record, name: str) -> Figure:
         rates = [(r["tokens"], r["gbps_median"]) for r in line]
         points = zip(*rates, strict=True) if rates else ([], [])
         axes[1].plot(*points, color=colour, marker="o", markersize=3, label=way)
-    axes[0].set_yscale("log")
     axes[0].set_ylabel("us until the last layer (dotted: layer 0) is in place")
     axes[0].grid(axis="y", alpha=0.25)
     axes[1].set_ylabel("GB/s of loads back to back")
@@ -272,6 +271,7 @@ def draw_load_layers(result: Record, name: str) -> Figure:
         axis.set_xticks(tokens, [str(count) for count in tokens])
         axis.minorticks_off()
         axis.set_xlabel("tokens of a restore")
+    axes[0].set_yscale("log")
     if costs:
         _draw_restore_costs(axes[2], costs, colours)
     handles, _ = axes[1].get_legend_handles_labels()

@@ -34,25 +34,6 @@ void check_capture(const LoadLayersRequest& request) {
       "reads at every replay");
 }
 
-// Puts the addresses that the GPU uses in place of host ones. Device pools stay as they are.
-void translate_sources(const char* op, LoadLayersRequest* request) {
-  if (request->layer.src_device != DeviceKind::kCpu) return;
-  HostSide host(op, "src", DeviceKind::kCpu);
-  const int64_t more_layers = request->num_layers - 1;
-  for (BufferGroup& group : request->layer.groups) {
-    if (group.dst.row_bytes() == 0) continue;
-    for (size_t i = 0; i < group.position.size(); ++i) {
-      const int64_t b = group.position[i];
-      for (size_t at = static_cast<size_t>(b); at < request->src_listed.size();
-           at += static_cast<size_t>(request->num_buffers)) {
-        request->src_listed[at] = host.accept(static_cast<int64_t>(at), request->src_listed[at], group.src_extent);
-      }
-      const int64_t span = group.src_extent + more_layers * request->src_step[static_cast<size_t>(b)];
-      group.src_base[i] = host.accept(b, group.src_base[i], span);
-    }
-  }
-}
-
 // As of a transfer of one layer, but ordering is paid for once and serves all layers.
 bool worth_ordering_once(const LoadLayersRequest& request) {
   if (request.layer.index_device == DeviceKind::kCpu) return worth_ordering(request.layer);
@@ -76,7 +57,7 @@ void load_layers(LoadLayersRequest* request) {
   std::optional<torch::stable::Tensor> uploaded;
   std::optional<torch::stable::Tensor> permuted;
   if (!layer->empty()) {
-    translate_sources(op, request);
+    translate_host_layers(op, request);
     plan = make_layers_plan(*request, sm_count(op, device), register_policy(kPlatform));
     // Before the lists go over: it reads them.
     const bool in_order = worth_ordering_once(*request);

@@ -1,18 +1,17 @@
 // All layers of a restore in one launch, and the wait for one of them.
 //
-// What shaped it:
-// * The copying is the register kernel's (gpu/register_items.cuh), with its few blocks. What is added per item is a
-// walk
-//   over layers, and per wave and layer one fence and one atomic, some 0.7 us of one wave while the others go on; a
-//   layer of 2,048 tokens of 2 KiB takes 80 us. Counting every item would fence 2 to 16 times as often.
+// What shaped it (none of it has run on a GPU yet):
+// * The copying is the register kernel's (gpu/register_items.cuh), with its few blocks. A walk over layers is added to
+//   each item, and to each wave's share of a layer one fence and one atomic, which one wave waits for while the others
+//   go on. Counting every item would fence several times as often.
 // * There is no barrier between layers: at the end of one, waves go on with the next, so the link stays busy.
-// * Blocks need no more than to run some time: a wait occupies one warp slot, never a block's worth. It can only starve
-// a
-//   load by being on the same stream before it.
-// * The wait is a kernel of one thread and not cuStreamWaitValue: a wait that is captured has to find out at every
-// replay
-//   for which epoch, which lies in device memory, and a driver wait knows a constant only. A kernel can also give up: a
-//   wait for what nobody loads ends in an error, not in a stream that hangs for good.
+// * A block needs all registers of an SM, a wait one warp of one. So each wait keeps a load from one SM at most, and as
+//   long as fewer streams wait than there are SMs, a load that was enqueued first finds room. A wait in front of it on
+//   its own stream, or on one that it waits for, would keep it out for good: load first, then wait.
+// * The wait is a kernel of one thread and not cuStreamWaitValue. A captured wait has to find out at every replay for
+//   which epoch it is, and that lies in device memory, while the driver's wait compares with a constant. A kernel can
+//   also give up, so that a wait for what nobody loads ends in an error and not in a stream that hangs for good; and it
+//   is the same on AMD's GPUs. The price is a launch for each layer, on the CPU and on the reader's stream.
 
 #include <algorithm>
 #include <cstdint>
