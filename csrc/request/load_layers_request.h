@@ -13,8 +13,8 @@ namespace kvio {
 constexpr int64_t kMaxBuffersPerLayer = 16;  // K, V, their scales, an indexer's keys
 constexpr int64_t kMaxShapesPerLayer = 4;    // among them: geometries of one launch
 
-// The tensor `flags`, int64 [2, columns]. Row 0: the newest epoch whose rows of a layer are in place, 0 for none. Row 1:
-// how many waves of a load in flight have finished a layer, 0 between loads.
+// The tensor `flags`, int64 [2, columns]. Row 0: the newest epoch whose rows of a layer are in place, 0 for none. Row
+// 1: how many waves of a load in flight have finished a layer, 0 between loads.
 struct LayerFlags {
   int64_t* raised = nullptr;
   int64_t* finished = nullptr;
