@@ -84,7 +84,7 @@ struct DeviceEnv {
   __device__ __forceinline__ void raise(int64_t* flag, int64_t epoch) const { store_release(flag, epoch); }
   __device__ __forceinline__ int64_t read(const int64_t* flag) const { return load_acquire(flag); }
   __device__ __forceinline__ uint64_t now_ns() const { return clock_ns(); }
-  __device__ __forceinline__ void pause() const { pause_thread(); }
+  __device__ __forceinline__ void pause() const { kvio::gpu::pause(); }
   __device__ __forceinline__ void fault(int64_t value, int64_t limit) const {
     record_fault(record, static_cast<int64_t>(op) + argument, position, value, limit);
   }
