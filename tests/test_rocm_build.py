@@ -16,7 +16,14 @@ import torch
 ROOT = Path(__file__).parents[1]
 TARGETS = {"gfx90a": 0x3F, "gfx942": 0x4C, "gfx950": 0x4F}  # and their numbers in ELF flags
 AMDGPU = 224  # ELF machine
-KERNELS = ("register_copy", "swap_in_kernel", "copy_planned_kernel", "count_buckets")
+KERNELS = (
+    "register_copy",
+    "load_layers_kernel",
+    "wait_layer_kernel",
+    "swap_in_kernel",
+    "copy_planned_kernel",
+    "count_buckets",
+)
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "CMakeLists.txt").exists(), reason="not run from a source tree"
@@ -108,7 +115,7 @@ def kernels_of(code):
 
 def test_every_kernel_has_code_for_every_target(library):
     found = bundles(library)
-    assert len(found) == 4, "files with kernels"
+    assert len(found) == 5, "files with kernels"
     targets = set(found[0])
     assert {"gfx90a", "gfx942"} <= targets <= set(TARGETS)
     every = set()

@@ -183,6 +183,27 @@ __device__ __forceinline__ void await_previous_launch() {
 #endif
 }
 
+// ---- flags in device memory ----------------------------------------------------------------------------------------
+
+// Stores a flag after everything that this thread has written, or has seen written, on this GPU.
+__device__ __forceinline__ void store_release(int64_t* flag, int64_t value) {
+  asm volatile("st.release.gpu.s64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// Reads a flag; what was written before it was stored is visible to this thread, and to what is ordered after it.
+__device__ __forceinline__ int64_t load_acquire(const int64_t* flag) {
+  int64_t value;
+  asm volatile("ld.acquire.gpu.s64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+// Nanoseconds of a clock that all threads share; only differences mean anything.
+__device__ __forceinline__ uint64_t clock_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
 #endif  // KVIO_ROCM
 
 // The bytes of a piece beyond its whole packages, `bytes` < kWidth, both addresses multiples of kWidth: each halving of

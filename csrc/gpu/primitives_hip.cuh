@@ -163,4 +163,17 @@ __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(8); }
 __device__ __forceinline__ void allow_next_launch() {}
 __device__ __forceinline__ void await_previous_launch() {}
 
+// ---- flags in device memory -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_release(int64_t* flag, int64_t value) {
+  __hip_atomic_store(flag, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+__device__ __forceinline__ int64_t load_acquire(const int64_t* flag) {
+  return __hip_atomic_load(flag, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+// A counter of 100 MHz on every target.
+__device__ __forceinline__ uint64_t clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }
+
 }  // namespace kvio::gpu
