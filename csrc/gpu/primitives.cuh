@@ -94,6 +94,11 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
                : "l"(address), "r"(predicate));
 }
 
+// Called for all that was loaded before stores that depend on conditions, outside of these: AMD's compilers cannot know
+// inside of one what is on its way, and each store would wait for the one before it. Nothing on CUDA.
+template <class T>
+__device__ __forceinline__ void await_loaded(T&) {}
+
 template <class T>
 __device__ __forceinline__ void store_once(void* address, const T& value) {
   if constexpr (sizeof(T) == 16) {

@@ -110,6 +110,17 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
 }
 
 template <class T>
+__device__ __forceinline__ void await_loaded(T& value) {
+  if constexpr (sizeof(T) >= 4) {
+    asm volatile("" : "+v"(value));
+  } else {
+    uint32_t word = value;
+    asm volatile("" : "+v"(word));
+    value = static_cast<T>(word);
+  }
+}
+
+template <class T>
 __device__ __forceinline__ void store_once(void* address, const T& value) {
   *as_global<T>(address) = value;
 }

@@ -1,7 +1,7 @@
-// Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time (a wave of
-// 64 lanes: up to 64). Each lane works out the addresses
-// of one unit. Units that follow each other on both sides are moved as one stretch of memory; others by groups of
-// lanes, a unit a group, cut as plan/register_plan.h says.
+// Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time (a wave of 64 lanes: up to 64).
+// Each lane works out the addresses of one unit. Units that follow each other on both sides are moved as one stretch of
+// memory; others by groups of lanes, a unit a group, cut as plan/register_plan.h says, or by the wave copy where the
+// platform's policy says so.
 //
 // What shaped it (H200, PCIe gen5 x16):
 // * A load from page-locked host memory takes about 1.3 us. 46 GB/s from one CTA therefore wants about 100 KiB in
@@ -15,7 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "gpu/copy_units.cuh"
+#include "gpu/copy_rows.cuh"
 #include "gpu/fault.h"
 #include "gpu/transfer_register.h"
 #include "gpu/units.cuh"
@@ -97,17 +97,20 @@ __global__ void __launch_bounds__(kThreads, 1) register_copy(const __grid_consta
       item = item_at(p, number);
       index = fetch_index(p, item, lane);
     }
-    if (is_stretch(units, p.unit_bytes, lane)) {
+    const bool stretch = is_stretch(units, p.unit_bytes, lane);
+    if (stretch) {
       if (p.cut.stretch_loads == 18) {
         copy_stretch<kWidth, 18>(units, p.cut.packages, lane);
       } else {
         copy_stretch<kWidth, 16>(units, p.cut.packages, lane);
       }
+    } else if constexpr (kPolicy.wave_copy) {
+      wave_copy_units<kWidth>(p.cut.lanes_per_unit, units, p.unit_bytes, lane);
     } else {
       copy_units<kWidth, kUnits, kLoads>(p.cut, units, lane);
     }
-    // After either: a single unit counts as a stretch and may have one.
-    copy_rest<kWidth>(p.cut, units);
+    // After either, but the wave copy moves all of a unit: a single unit counts as a stretch and may have one.
+    if (stretch || !kPolicy.wave_copy) copy_rest<kWidth>(p.cut, units);
     if (!more) return;
   }
 }
@@ -117,10 +120,12 @@ using Kernel = void (*)(Params<kBuffers>);
 
 template <int kWidth, int kBuffers>
 Kernel<kBuffers> kernel_of(const LaneSplit& split) {
-  if (split.units_per_lane == 8) return register_copy<kWidth, 8, 2, kBuffers>;
-  if (split.units_per_lane == 4) return register_copy<kWidth, 4, 4, kBuffers>;
-  if (split.units_per_lane == 2 && split.loads_per_unit == 9) return register_copy<kWidth, 2, 9, kBuffers>;
-  if (split.units_per_lane == 2) return register_copy<kWidth, 2, 8, kBuffers>;
+  if constexpr (!kPolicy.wave_copy) {  // which has one shape
+    if (split.units_per_lane == 8) return register_copy<kWidth, 8, 2, kBuffers>;
+    if (split.units_per_lane == 4) return register_copy<kWidth, 4, 4, kBuffers>;
+    if (split.units_per_lane == 2 && split.loads_per_unit == 9) return register_copy<kWidth, 2, 9, kBuffers>;
+    if (split.units_per_lane == 2) return register_copy<kWidth, 2, 8, kBuffers>;
+  }
   return register_copy<kWidth, 1, 16, kBuffers>;
 }
 

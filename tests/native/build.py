@@ -24,6 +24,7 @@ CSRC = HERE.parent.parent / "csrc"
 SOURCES = (
     HERE / "bridge.cpp",
     HERE / "swap_in_steps.cpp",
+    HERE / "wave_copy_moves.cpp",
     CSRC / "request" / "buffer_list.cpp",
     CSRC / "request" / "fault_subject.cpp",
     CSRC / "request" / "request.cpp",
@@ -100,7 +101,10 @@ def build(folder: Path) -> Path:
     """
     command = [*compiler(), *include_flags()]
     headers = sorted(path for room in ("request", "plan") for path in (CSRC / room).glob("*.h"))
-    headers += [CSRC / "error.h", CSRC / "gpu" / "swap_in_resolve.h"]
+    headers += [
+        CSRC / "error.h",
+        *(CSRC / "gpu" / f"{n}.h" for n in ("swap_in_resolve", "wave_copy")),
+    ]
     with ThreadPoolExecutor(max_workers=min(len(SOURCES), os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(compile_object, folder, command, s, headers) for s in SOURCES]
         objects = [str(job.result()) for job in jobs]
