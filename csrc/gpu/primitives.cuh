@@ -14,6 +14,7 @@ namespace kvio::gpu {
 #ifndef KVIO_ROCM
 using Words2 = uint2;
 using Words4 = uint4;
+using EightBytes = Words2;
 #endif
 
 template <int kBytes>
@@ -24,7 +25,7 @@ struct PackageOf<16> {
 };
 template <>
 struct PackageOf<8> {
-  using type = Words2;
+  using type = EightBytes;
 };
 template <>
 struct PackageOf<4> {

@@ -73,6 +73,7 @@ __device__ __forceinline__ void __threadfence_system() { __builtin_amdgcn_fence(
 
 using Words2 = uint32_t __attribute__((ext_vector_type(2)));
 using Words4 = uint32_t __attribute__((ext_vector_type(4)));
+using EightBytes = uint64_t;  // no vector: of an array of such clang 22 makes one long vector, most of which it spills
 
 // Memory that kernels move is never shared memory; a generic address would be looked up there first.
 template <class T>
