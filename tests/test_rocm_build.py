@@ -139,8 +139,8 @@ def test_it_needs_nothing_of_rocm_and_exports_nothing_but_its_module(library):
     assert not re.search(r"NEEDED.*(hip|hsa|cuda)", said)
 
 
-def run_with(package, code):
-    env = os.environ | {"PYTHONPATH": str(package)}
+def run_with(package, code, **variables):
+    env = os.environ | {"PYTHONPATH": str(package)} | variables
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=package)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -163,6 +163,18 @@ def test_it_loads_and_runs_its_cpu_ops_without_rocm(package):
     backend, driver, devices, *archs = run_with(package, MOVE)
     assert (backend, driver, devices) == ("rocm", "0", "0")
     assert {"gfx90a", "gfx942"} <= set(archs)
+
+
+@pytest.mark.parametrize("name", ["test_transfer", "test_staged", "test_swap_in"])
+def test_its_cpu_ops_pass_the_tests_of_any_build(package, name):
+    """MHA, MLA and K-only pools; one covering of the cases."""
+    code = f"""
+import sys, pytest, sgl_kvio
+assert sgl_kvio.capabilities()["backend"] == "rocm"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(ROOT / "tests" / name)!r} + ".py"]))
+"""
+    said = " ".join(run_with(package, code, KVIO_TEST_COVERINGS="1"))
+    assert int(re.search(r"(\d+) passed", said)[1]) > 200
 
 
 def test_its_kernels_register_with_the_hip_runtime_that_is_loaded(package):
