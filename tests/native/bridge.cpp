@@ -37,7 +37,7 @@ namespace py = pybind11;
 
 namespace kvio {
 
-void bind_swap_in_steps(py::module_& m);   // swap_in_steps.cpp
+void bind_swap_in_steps(py::module_& m);    // swap_in_steps.cpp
 void bind_wave_copy_moves(py::module_& m);  // wave_copy_moves.cpp
 
 namespace {
