@@ -20,7 +20,7 @@
 # tests about 200 s for 5,400 cases, demo 20 s, targets 30 s, full about 135 s, crossover 80 s, interference 60 s,
 # memcheck about 10 cases a second, synccheck 35.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${1:?usage: bench/gpu_check.sh OUTDIR [STEP...]}
 shift
 steps=("$@")

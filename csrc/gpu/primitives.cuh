@@ -14,6 +14,7 @@ namespace kvio::gpu {
 #ifndef KVIO_ROCM
 using Words2 = uint2;
 using Words4 = uint4;
+using EightBytes = Words2;
 #endif
 
 template <int kBytes>
@@ -24,7 +25,7 @@ struct PackageOf<16> {
 };
 template <>
 struct PackageOf<8> {
-  using type = Words2;
+  using type = EightBytes;
 };
 template <>
 struct PackageOf<4> {
@@ -93,6 +94,11 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
                : "+r"(low), "+r"(high)
                : "l"(address), "r"(predicate));
 }
+
+// Called for all that was loaded before stores that depend on conditions, outside of these: AMD's compilers cannot know
+// inside of one what is on its way, and each store would wait for the one before it. Nothing on CUDA.
+template <class T>
+__device__ __forceinline__ void await_loaded(T&) {}
 
 template <class T>
 __device__ __forceinline__ void store_once(void* address, const T& value) {

@@ -73,6 +73,7 @@ __device__ __forceinline__ void __threadfence_system() { __builtin_amdgcn_fence(
 
 using Words2 = uint32_t __attribute__((ext_vector_type(2)));
 using Words4 = uint32_t __attribute__((ext_vector_type(4)));
+using EightBytes = uint64_t;  // no vector: of an array of such clang 22 makes one long vector, most of which it spills
 
 // Memory that kernels move is never shared memory; a generic address would be looked up there first.
 template <class T>
@@ -107,6 +108,17 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
   const Words2 words = *as_global<Words2>(address);
   low = words.x;
   high = words.y;
+}
+
+template <class T>
+__device__ __forceinline__ void await_loaded(T& value) {
+  if constexpr (sizeof(T) >= 4) {
+    asm volatile("" : "+v"(value));
+  } else {
+    uint32_t word = value;
+    asm volatile("" : "+v"(word));
+    value = static_cast<T>(word);
+  }
 }
 
 template <class T>

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "gpu/copy_units.cuh"
+#include "gpu/copy_rows.cuh"
 #include "gpu/units.cuh"
 #include "plan/register_plan.h"
 
@@ -46,17 +46,20 @@ __device__ __forceinline__ Units locate(const P& p, uint32_t first_unit, const B
 
 template <int kWidth, int kUnits, int kLoads, class P>
 __device__ __forceinline__ void copy_item(const P& p, const Units& units, uint32_t lane) {
-  if (is_stretch(units, p.unit_bytes, lane)) {
+  const bool stretch = is_stretch(units, p.unit_bytes, lane);
+  if (stretch) {
     if (p.cut.stretch_loads == 18) {
       copy_stretch<kWidth, 18>(units, p.cut.packages, lane);
     } else {
       copy_stretch<kWidth, 16>(units, p.cut.packages, lane);
     }
+  } else if constexpr (kPolicy.wave_copy) {
+    wave_copy_units<kWidth>(p.cut.lanes_per_unit, units, p.unit_bytes, lane);
   } else {
     copy_units<kWidth, kUnits, kLoads>(p.cut, units, lane);
   }
-  // After either: a single unit counts as a stretch and may have one.
-  copy_rest<kWidth>(p.cut, units);
+  // After either, but the wave copy moves all of a unit: a single unit counts as a stretch and may have one.
+  if (stretch || !kPolicy.wave_copy) copy_rest<kWidth>(p.cut, units);
 }
 
 // The launch parameters of a plan's cut.
@@ -75,10 +78,12 @@ inline UnitCut unit_cut(const RegisterPlan& plan) {
 // The kernel of `Family` that a plan needs: Family::kernel<width, units a lane, loads a unit>().
 template <class Family, int kWidth>
 auto register_kernel_of(const LaneSplit& split) {
-  if (split.units_per_lane == 8) return Family::template kernel<kWidth, 8, 2>();
-  if (split.units_per_lane == 4) return Family::template kernel<kWidth, 4, 4>();
-  if (split.units_per_lane == 2 && split.loads_per_unit == 9) return Family::template kernel<kWidth, 2, 9>();
-  if (split.units_per_lane == 2) return Family::template kernel<kWidth, 2, 8>();
+  if constexpr (!kPolicy.wave_copy) {  // which has one shape
+    if (split.units_per_lane == 8) return Family::template kernel<kWidth, 8, 2>();
+    if (split.units_per_lane == 4) return Family::template kernel<kWidth, 4, 4>();
+    if (split.units_per_lane == 2 && split.loads_per_unit == 9) return Family::template kernel<kWidth, 2, 9>();
+    if (split.units_per_lane == 2) return Family::template kernel<kWidth, 2, 8>();
+  }
   return Family::template kernel<kWidth, 1, 16>();
 }
 

@@ -1,7 +1,7 @@
-// Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time (a wave of
-// 64 lanes: up to 64). Each lane works out the addresses
-// of one unit. Units that follow each other on both sides are moved as one stretch of memory; others by groups of
-// lanes, a unit a group, cut as plan/register_plan.h says.
+// Register copy: one warp moves up to 32 units (row pieces) of one buffer at a time (a wave of 64 lanes: up to 64).
+// Each lane works out the addresses of one unit. Units that follow each other on both sides are moved as one stretch of
+// memory; others by groups of lanes, a unit a group, cut as plan/register_plan.h says, or by the wave copy where the
+// platform's policy says so.
 //
 // What shaped it (H200, PCIe gen5 x16):
 // * A load from page-locked host memory takes about 1.3 us. 46 GB/s from one CTA therefore wants about 100 KiB in

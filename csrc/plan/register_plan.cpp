@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "plan/copy_round.h"
 #include "plan/copy_width.h"
 #include "plan/units.h"
 
@@ -61,6 +62,10 @@ LaneSplit choose_lane_split(const UnitShape& unit, const LaneSplit* kernels, siz
   return best;
 }
 
+LaneSplit wave_copy_split(int64_t unit_bytes, int64_t package_bytes, int64_t wave_lanes) {
+  return {lanes_per_row(unit_bytes, wave_lanes), rows_at_once(package_bytes), kWaveCopyLoads};
+}
+
 namespace {
 
 // An engine calls with one shape over and over, and choosing costs more than the rest of the plan.
@@ -99,11 +104,15 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
   const int64_t piece = plan.dst.piece_bytes;
   plan.packages = piece / plan.package_bytes;
   plan.remainder = piece % plan.package_bytes;
-  const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits)};
-  plan.split = shared.only != nullptr ? choose_lane_split(unit, shared.only, 1, policy.wave_lanes)
-                                      : remembered_split(unit, policy.wave_lanes);
-  plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
-  plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
+  if (policy.wave_copy) {
+    plan.split = wave_copy_split(piece, plan.package_bytes, policy.wave_lanes);
+  } else {
+    const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits)};
+    plan.split = shared.only != nullptr ? choose_lane_split(unit, shared.only, 1, policy.wave_lanes)
+                                        : remembered_split(unit, policy.wave_lanes);
+    plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
+    plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
+  }
   plan.skew_by_dst = request.dst_device == DeviceKind::kCpu;
   plan.units = range * plan.slots_per_index * plan.dst.num_pieces;
   plan.buffers_innermost = buffers_share_pages(group);

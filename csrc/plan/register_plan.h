@@ -17,6 +17,9 @@ struct LaneSplit {
   int64_t loads_per_unit = 16;
 };
 
+// The same for the wave copy, which has one kernel for all of them.
+LaneSplit wave_copy_split(int64_t unit_bytes, int64_t package_bytes, int64_t wave_lanes);
+
 constexpr int64_t kLineBytes = 128;  // what the link carries best: a read that cuts a line costs a request more
 
 // What the split of a unit depends on.
@@ -74,6 +77,7 @@ struct RegisterPolicy {
   int64_t long_piece_bytes = 8192;     // a longer piece is cut so that several warps share it
   int64_t read_blocks = 4;             // fill a host link for every layout measured
   int64_t write_blocks = 4;
+  bool wave_copy = false;  // units that do not follow each other go by gpu/wave_copy.h
 };
 
 // A block has 512 threads whatever the width of a wave.
@@ -87,6 +91,7 @@ constexpr RegisterPolicy register_policy(Platform platform) {
   policy.long_piece_bytes = policy.bytes_per_warp_step;
   policy.read_blocks = of.read_blocks;
   policy.write_blocks = of.write_blocks;
+  policy.wave_copy = of.wave_copy;
   return policy;
 }
 

@@ -364,10 +364,13 @@ assert torch._inductor.aoti_load_package(path)(torch.ones(4, device="cuda")).tol
 
 @pytest.fixture(scope="module")
 def loads_packages(tmp_path_factory):
-    """Skips where torch cannot load a package without a call of ours in it: that ends the process."""
+    """Skips where torch cannot load a package of its own ops: that ends the process."""
     path = tmp_path_factory.mktemp("plain") / "plain.pt2"
     done = subprocess.run(
-        [sys.executable, "-c", PLAIN_PACKAGE, str(path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PLAIN_PACKAGE, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -41,6 +41,7 @@ namespace kvio {
 
 void bind_layer_flags_steps(py::module_& m);  // layer_flags_steps.cpp
 void bind_swap_in_steps(py::module_& m);      // swap_in_steps.cpp
+void bind_wave_copy_moves(py::module_& m);    // wave_copy_moves.cpp
 
 namespace {
 
@@ -313,7 +314,8 @@ void bind_plan(py::module_& m) {
       .def_readwrite("long_piece_bytes", &RegisterPolicy::long_piece_bytes)
       .def_readonly("wave_lanes", &RegisterPolicy::wave_lanes)
       .def_readwrite("read_blocks", &RegisterPolicy::read_blocks)
-      .def_readwrite("write_blocks", &RegisterPolicy::write_blocks);
+      .def_readwrite("write_blocks", &RegisterPolicy::write_blocks)
+      .def_readonly("wave_copy", &RegisterPolicy::wave_copy);
 
   py::class_<RegisterPlan>(m, "RegisterPlan")
       .def_readonly("dst", &RegisterPlan::dst)
@@ -781,5 +783,6 @@ PYBIND11_MODULE(kvio_native, m) {
   kvio::bind_facts(m);
   kvio::bind_staged(m);
   kvio::bind_swap_in_steps(m);
+  kvio::bind_wave_copy_moves(m);
   kvio::bind_swap_in(m);
 }

@@ -25,6 +25,7 @@ SOURCES = (
     HERE / "bridge.cpp",
     HERE / "layer_flags_steps.cpp",
     HERE / "swap_in_steps.cpp",
+    HERE / "wave_copy_moves.cpp",
     CSRC / "request" / "buffer_list.cpp",
     CSRC / "request" / "fault_subject.cpp",
     CSRC / "request" / "load_layers_request.cpp",
@@ -105,7 +106,7 @@ def build(folder: Path) -> Path:
     headers = sorted(path for room in ("request", "plan") for path in (CSRC / room).glob("*.h"))
     headers += [
         CSRC / "error.h",
-        *(CSRC / "gpu" / name for name in ("layer_flags.h", "swap_in_resolve.h")),
+        *(CSRC / "gpu" / f"{n}.h" for n in ("layer_flags", "swap_in_resolve", "wave_copy")),
     ]
     with ThreadPoolExecutor(max_workers=min(len(SOURCES), os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(compile_object, folder, command, s, headers) for s in SOURCES]
