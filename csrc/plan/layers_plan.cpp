@@ -60,6 +60,8 @@ void share_a_kernel(const LoadLayersRequest& request, int64_t num_sms, const Reg
   for (size_t s = 0; s < plan->num_shapes; ++s) {
     plan->shapes[s] = shape_of(request, plan->shapes[s].group, num_sms, policy, shared);
   }
+  // The wave copy takes fewer rows at once where packages became narrower; all shapes alike.
+  plan->kernel = plan->shapes[0].plan.split;
 }
 
 }  // namespace

@@ -51,7 +51,7 @@ def items_of_wave(plan, num_layers, wave, num_waves) -> Iterator[tuple[int, int]
 
 
 def launch(
-    plan, request, dst_indices, src_indices, waves_per_block=16, wave=32
+    kvio, plan, policy, request, dst_indices, src_indices
 ) -> Iterator[tuple[int, int, Moves]]:
     """(layer, wave, what its lanes copy) of every item."""
     layers = [request.groups_of(layer) for layer in range(request.num_layers)]
@@ -59,7 +59,8 @@ def launch(
     located = [
         register_kernel.locate(shape.plan, dst_indices, src_indices) for shape in plan.shapes
     ]
-    num_waves = plan.num_blocks * waves_per_block
+    wave = policy.wave_lanes
+    num_waves = plan.num_blocks * policy.warps_per_block
     for number in range(num_waves):
         for layer, item in items_of_wave(plan, request.num_layers, number, num_waves):
             buffer, first = item_at(plan, buffers, item)
@@ -73,9 +74,12 @@ def launch(
             group = layers[layer][buffer.group]
             dst = group.dst_base[buffer.place] + to[units]
             src = group.src_base[buffer.place] + source[units]
-            good = inside[units]
+            good = inside[units].copy()
             if register_kernel.is_stretch(cut, dst, src, good):
                 moves = list(register_kernel.copy_stretch(cut, dst, src, wave))
+            elif policy.wave_copy:
+                moves = list(register_kernel.wave_copy(kvio, cut, dst, src, good))
+                good[:] = False  # it moves all of a unit
             else:
                 moves = list(register_kernel.copy_units(cut, dst, src, good, wave))
             moves += register_kernel.copy_remainder(cut, dst[good], src[good])

@@ -123,8 +123,8 @@ def by_layer(kvio, load, form, policy):
     waves = [set() for _ in range(load.num_layers)]
     walked = ()
     if plan.items_per_layer:
-        shape = (policy.warps_per_block, policy.wave_lanes)
-        walked = layers_kernel.launch(plan, request, load.dst_indices, load.src_indices, *shape)
+        lists = load.dst_indices, load.src_indices
+        walked = layers_kernel.launch(kvio, plan, policy, request, *lists)
     for layer, wave, move in walked:
         moves[layer].append(move)
         waves[layer].add(wave)
