@@ -274,7 +274,7 @@ def test_swap_in_copies_rows_by_the_wave_copy(library):
         for name, body in disassembly_of_gfx942(library).items()
         if re.search("swap_in_kernel|copy_planned_kernel", name)
     }
-    assert len(swap_in) == 2
+    assert len(swap_in) == 3, "tables in shared memory, tables elsewhere, a replay"
     for body in swap_in.values():
         non_temporal = re.findall(r"(\S+_(?:load|store)_\S+) .* nt\b", body)
         assert non_temporal == ["global_load_dwordx4"] * 7 * (4 + 3)
