@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/load_layers.h"
 #include "cpu/swap_in.h"
 #include "cpu/transfer.h"
 #include "error.h"
@@ -19,12 +20,14 @@
 #include "plan/staged_plan.h"
 #include "request/handle_registry.h"
 #include "request/pool_view.h"
+#include "request/load_layers_request.h"
 #include "request/request.h"
 #include "request/swap_in_request.h"
 #include "request/torch_tensor_view.h"
 #ifdef KVIO_WITH_GPU
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
+#include "gpu/load_layers.h"
 #include "gpu/staged.h"
 #include "gpu/swap_in.h"
 #include "gpu/transfer.h"
@@ -358,6 +361,91 @@ void swap_in_cpu(StableIValue* stack, uint64_t, uint64_t) { cpu::swap_in(SwapInC
 
 void copy_planned_cpu(StableIValue* stack, uint64_t, uint64_t) { cpu::copy_planned(CopyPlannedCall(stack).request); }
 
+// An epoch is an argument of either type: a tensor, or in overload `.int` a number.
+class BoxedEpoch {
+ public:
+  BoxedEpoch(StableIValue value, bool is_number) {
+    if (is_number) {
+      number = torch::stable::detail::to<int64_t>(value);
+    } else {
+      tensor_.emplace(value);
+    }
+  }
+
+  std::optional<TensorView> view() const { return tensor_ ? std::optional<TensorView>(tensor_->view()) : std::nullopt; }
+
+  int64_t number = 0;
+
+ private:
+  std::optional<BoxedTensor> tensor_;
+};
+
+// The arguments of load_layers in schema order. Owns them: the request points into their tensors.
+class LoadLayersCall {
+ public:
+  LoadLayersCall(StableIValue* stack, bool epoch_is_number)
+      : dst_(stack[0]),
+        src_(stack[1]),
+        dst_indices_(stack[2]),
+        src_indices_(stack[3]),
+        flags_(stack[4]),
+        epoch_(stack[5], epoch_is_number) {
+    LoadLayersOptions options;
+    options.epoch = epoch_.number;
+    options.num_layers = torch::stable::detail::to<int64_t>(stack[6]);
+    options.transfer.row_ndim = torch::stable::detail::to<int64_t>(stack[7]);
+    options.transfer.page_size = torch::stable::detail::to<int64_t>(stack[8]);
+    options.transfer.index_unit = boxed_string(stack[9]);
+    options.transfer.num_blocks = torch::stable::detail::to<int64_t>(stack[10]);
+    request = make_load_layers_request(
+        {dst_.views(), src_.views(), dst_indices_.view(), src_indices_.view(), flags_.view(), epoch_.view()}, options,
+        dtype_name);
+    if (request.layer.index_device == DeviceKind::kCpu) {
+      check_cpu_indices("load_layers", request.layer, debug_checks());
+    }
+  }
+
+  LoadLayersRequest request;
+
+ private:
+  BoxedTensorList dst_;
+  BoxedTensorList src_;
+  BoxedTensor dst_indices_;
+  BoxedTensor src_indices_;
+  BoxedTensor flags_;
+  BoxedEpoch epoch_;
+};
+
+// The arguments of wait_layer in schema order. `after` orders what reads the layer and is only held.
+class WaitLayerCall {
+ public:
+  WaitLayerCall(StableIValue* stack, bool epoch_is_number)
+      : flags_(stack[0]), epoch_(stack[2], epoch_is_number), after_(stack[3]) {
+    WaitLayerOptions options;
+    options.layer = torch::stable::detail::to<int64_t>(stack[1]);
+    options.epoch = epoch_.number;
+    options.timeout_ms = torch::stable::detail::to<int64_t>(stack[4]);
+    request = make_wait_layer_request(flags_.view(), epoch_.view(), options, dtype_name);
+  }
+
+  WaitLayerRequest request;
+
+ private:
+  BoxedTensor flags_;
+  BoxedEpoch epoch_;
+  BoxedTensorList after_;
+};
+
+template <bool kNumber>
+void load_layers_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  cpu::load_layers(LoadLayersCall(stack, kNumber).request);
+}
+
+template <bool kNumber>
+void wait_layer_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  cpu::wait_layer(WaitLayerCall(stack, kNumber).request);
+}
+
 #ifdef KVIO_WITH_GPU
 
 void transfer_gpu(StableIValue* stack, uint64_t, uint64_t) {
@@ -403,6 +491,20 @@ void swap_in_gpu(StableIValue* stack, uint64_t, uint64_t) {
 void copy_planned_gpu(StableIValue* stack, uint64_t, uint64_t) {
   CopyPlannedCall call(stack);
   gpu::copy_planned(&call.request);
+}
+
+template <bool kNumber>
+void load_layers_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  LoadLayersCall call(stack, kNumber);
+  gpu::load_layers(&call.request);
+}
+
+template <bool kNumber>
+void wait_layer_gpu(StableIValue* stack, uint64_t, uint64_t) {
+  const WaitLayerCall call(stack, kNumber);
+  // The flags decide: `after` may hold GPU tensors in a call about the CPU.
+  if (call.request.gpu_index < 0) return cpu::wait_layer(call.request);
+  gpu::wait_layer(call.request);
 }
 
 TensorView cpu_view_of(const char* op, const Tensor& tensor) {
@@ -514,6 +616,16 @@ STABLE_TORCH_LIBRARY(kvio, m) {
   m.def(
       "copy_planned(Tensor[] host_cache, Tensor(a!)[] device_buffer, Tensor miss_src, Tensor miss_dst, "
       "Tensor miss_count, Tensor num_real_reqs, *, bool skip_io=False, int row_ndim=2, int num_blocks=0) -> ()");
+  m.def(
+      "load_layers(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, Tensor(b!) flags, "
+      "Tensor epoch, *, int num_layers=0, int row_ndim=2, int page_size=1, str index_unit=\"token\", "
+      "int num_blocks=0) -> ()");
+  m.def(
+      "load_layers.int(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, Tensor(b!) flags, "
+      "SymInt epoch, *, int num_layers=0, int row_ndim=2, int page_size=1, str index_unit=\"token\", "
+      "int num_blocks=0) -> ()");
+  m.def("wait_layer(Tensor flags, int layer, Tensor epoch, Tensor(a!)[] after, *, int timeout_ms=60000) -> ()");
+  m.def("wait_layer.int(Tensor flags, int layer, SymInt epoch, Tensor(a!)[] after, *, int timeout_ms=60000) -> ()");
   m.def("host_register(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()");
   m.def("host_unregister(Tensor(a!) tensor, int device_index=-1) -> ()");
   m.def("device_pointer(Tensor tensor, int device_index=-1) -> int");
@@ -538,6 +650,10 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CPU, m) {
   m.impl("explain_staged", &kvio::explain_staged_cpu);
   m.impl("swap_in", &kvio::swap_in_cpu);
   m.impl("copy_planned", &kvio::copy_planned_cpu);
+  m.impl("load_layers", &kvio::load_layers_cpu<false>);
+  m.impl("load_layers.int", &kvio::load_layers_cpu<true>);
+  m.impl("wait_layer", &kvio::wait_layer_cpu<false>);
+  m.impl("wait_layer.int", &kvio::wait_layer_cpu<true>);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));
@@ -554,6 +670,10 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CUDA, m) {
   m.impl("explain_staged", &kvio::explain_staged_gpu);
   m.impl("swap_in", &kvio::swap_in_gpu);
   m.impl("copy_planned", &kvio::copy_planned_gpu);
+  m.impl("load_layers", &kvio::load_layers_gpu<false>);
+  m.impl("load_layers.int", &kvio::load_layers_gpu<true>);
+  m.impl("wait_layer", &kvio::wait_layer_gpu<false>);
+  m.impl("wait_layer.int", &kvio::wait_layer_gpu<true>);
   m.impl("host_register", TORCH_BOX(&kvio::host_register));
   m.impl("host_unregister", TORCH_BOX(&kvio::host_unregister));
   m.impl("device_pointer", TORCH_BOX(&kvio::device_pointer));

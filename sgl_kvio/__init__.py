@@ -18,6 +18,8 @@ from sgl_kvio.ops import (
     get_rates,
     host_register,
     host_unregister,
+    layer_flags,
+    load_layers,
     memcpy_batch,
     register_pool,
     restore,
@@ -27,6 +29,7 @@ from sgl_kvio.ops import (
     transfer,
     transfer_staged,
     unregister_pool,
+    wait_layer,
     write_back,
 )
 from sgl_kvio.page_store import FilePageStore, PageStore, load_pages, save_pages
@@ -49,6 +52,8 @@ __all__ = [
     "get_rates",
     "host_register",
     "host_unregister",
+    "layer_flags",
+    "load_layers",
     "load_pages",
     "memcpy_batch",
     "register_pool",
@@ -60,6 +65,7 @@ __all__ = [
     "transfer",
     "transfer_staged",
     "unregister_pool",
+    "wait_layer",
     "write_back",
 ]
 

@@ -173,6 +173,7 @@ class HostKVPool:
             )
             self._layers = self._layout.layer_views(self._tensors)
             self._token = _make_token(self._device)
+            self._stacked = self._layout.stacked_views(self._tensors)
             # Free pages: ascending ids from _cursor on, and those freed since the last sort.
             self._sorted = torch.arange(self.num_pages, dtype=torch.int64, device="cpu")
             self._cursor = 0
@@ -313,6 +314,15 @@ class HostKVPool:
         """
         self._check_open()
         return self._token
+
+    def stacked(self) -> list[torch.Tensor]:
+        """A view for each buffer of a layer (K, V), of all layers, as ``load_layers`` takes them.
+
+        ``[layers, slots, heads, dim]``, or ``[layers, pages, page_size, heads, dim]`` where
+        ``layer(i)`` is paged: entry ``i`` of the first dimension is a buffer of ``layer(i)``.
+        """
+        self._check_open()
+        return list(self._stacked)
 
     def page_bytes(self, page: int) -> tuple[memoryview, ...]:
         """The contiguous writable byte ranges that together are one page, without a copy.
@@ -539,7 +549,7 @@ class HostKVPool:
         """
         with self._lock:
             self._closed = True
-            self._tensors, self._layers = (), []
+            self._tensors, self._layers, self._stacked = (), [], []
             memories, self._memories = self._memories, []
         error: BaseException | None = None
         closes = [memory.close for memory in reversed(memories)]

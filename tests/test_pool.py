@@ -87,13 +87,29 @@ def test_layer_lists_agree_with_each_other(kind, layout):
             assert all(view.shape[:-2] == shape for view in buffers)
 
 
+@COMBINATIONS
+def test_stacked_views_hold_every_layer_at_its_place(kind, layout):
+    with make(kind, layout) as pool:
+        stacked = pool.stacked()
+        assert len(stacked) == len(pool.layer(0))
+        for i, buffers in enumerate(pool.layers()):
+            for view, buffer in zip(stacked, buffers, strict=True):
+                mine = view[i]
+                assert (mine.data_ptr(), mine.shape, mine.stride()) == (
+                    buffer.data_ptr(),
+                    buffer.shape,
+                    buffer.stride(),
+                )
+
+
 def test_changing_a_returned_list_does_not_change_the_pool():
     with make() as pool:
         pool.layers().clear()
+        pool.stacked().clear()
         pool.layers()[0].clear()
         pool.layer(0).clear()
         assert len(pool.layers()) == L
-        assert len(pool.layer(0)) == 2
+        assert len(pool.layer(0)) == len(pool.stacked()) == 2
 
 
 @COMBINATIONS
@@ -671,6 +687,7 @@ def calls_after_close(pool):
         lambda: pool.layer(0),
         pool.layers,
         pool.all_layers,
+        pool.stacked,
         lambda: pool.tensors,
         lambda: pool.page_bytes(0),
         lambda: pool.page_ranges(0),

@@ -16,7 +16,14 @@ import torch
 ROOT = Path(__file__).parents[1]
 TARGETS = {"gfx90a": 0x3F, "gfx942": 0x4C, "gfx950": 0x4F}  # and their numbers in ELF flags
 AMDGPU = 224  # ELF machine
-KERNELS = ("register_copy", "swap_in_kernel", "copy_planned_kernel", "count_buckets")
+KERNELS = (
+    "register_copy",
+    "load_layers_kernel",
+    "wait_layer_kernel",
+    "swap_in_kernel",
+    "copy_planned_kernel",
+    "count_buckets",
+)
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "CMakeLists.txt").exists(), reason="not run from a source tree"
@@ -108,7 +115,7 @@ def kernels_of(code):
 
 def test_every_kernel_has_code_for_every_target(library):
     found = bundles(library)
-    assert len(found) == 4, "files with kernels"
+    assert len(found) == 5, "files with kernels"
     targets = set(found[0])
     assert {"gfx90a", "gfx942"} <= targets <= set(TARGETS)
     every = set()
@@ -139,8 +146,8 @@ def test_it_needs_nothing_of_rocm_and_exports_nothing_but_its_module(library):
     assert not re.search(r"NEEDED.*(hip|hsa|cuda)", said)
 
 
-def run_with(package, code):
-    env = os.environ | {"PYTHONPATH": str(package)}
+def run_with(package, code, **variables):
+    env = os.environ | {"PYTHONPATH": str(package)} | variables
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=package)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -163,6 +170,18 @@ def test_it_loads_and_runs_its_cpu_ops_without_rocm(package):
     backend, driver, devices, *archs = run_with(package, MOVE)
     assert (backend, driver, devices) == ("rocm", "0", "0")
     assert {"gfx90a", "gfx942"} <= set(archs)
+
+
+@pytest.mark.parametrize("name", ["test_transfer", "test_staged", "test_swap_in"])
+def test_its_cpu_ops_pass_the_tests_of_any_build(package, name):
+    """MHA, MLA and K-only pools; one covering of the cases."""
+    code = f"""
+import sys, pytest, sgl_kvio
+assert sgl_kvio.capabilities()["backend"] == "rocm"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(ROOT / "tests" / name)!r} + ".py"]))
+"""
+    said = " ".join(run_with(package, code, KVIO_TEST_COVERINGS="1"))
+    assert int(re.search(r"(\d+) passed", said)[1]) > 200
 
 
 def test_its_kernels_register_with_the_hip_runtime_that_is_loaded(package):
@@ -210,7 +229,7 @@ def test_rows_are_loaded_past_the_caches_and_stored_through_them(library):
         for name, body in disassembly_of_gfx942(library).items()
         if re.search(r"register_copyILi16", name)
     }
-    assert len(wide) == 10
+    assert len(wide) == 2, "of few buffers and of many"
     for body in wide.values():
         loads = re.findall(r"global_load_dwordx4 .*", body)
         stores = re.findall(r"global_store_dwordx4 .*", body)
@@ -218,6 +237,33 @@ def test_rows_are_loaded_past_the_caches_and_stored_through_them(library):
         assert len(stores) >= 16
         assert sum(" nt" in load for load in loads) >= 16
         assert not any(" nt" in store for store in stores)
+
+
+@pytest.mark.parametrize(("width", "rows_at_once"), [(16, 4), (8, 1), (4, 1), (2, 1), (1, 1)])
+def test_scattered_rows_are_moved_by_the_wave_copy(library, width, rows_at_once):
+    """By 1 to 64 lanes, several at once where all of them lie at multiples of 16. Stretches, of 16
+    or 18 loads a lane, are moved by packages of the kernel's width."""
+    kernels = [
+        body
+        for name, body in disassembly_of_gfx942(library).items()
+        if re.search(rf"register_copyILi{width}E", name)
+    ]
+    assert len(kernels) == 2
+    of_stretches = 2 * 16 + 2 * 18 if width == 16 else 0
+    for body in kernels:
+        non_temporal = re.findall(r"global_load_dwordx4 .* nt\b", body)
+        assert len(non_temporal) == 7 * rows_at_once * (4 + 3) + of_stretches
+
+
+def test_no_wide_store_waits_for_the_one_before_it(library):
+    """What conditional stores do that come before all loads are known to be there."""
+    for name, body in disassembly_of_gfx942(library).items():
+        if not re.search("register_copyILi16E", name):
+            continue
+        words = re.findall(r"global_store_dwordx4|global_load_dwordx4|vmcnt\(0\)", body)
+        text = "".join({"s": "S", "l": "L"}.get(word[7], "w") for word in words)
+        assert len(re.findall("L{16,18}w+S", text)) >= 2, "stretches shorter than a round"
+        assert not re.search("SwS", text), name
 
 
 def test_swap_in_copies_rows_by_the_wave_copy(library):
@@ -228,7 +274,7 @@ def test_swap_in_copies_rows_by_the_wave_copy(library):
         for name, body in disassembly_of_gfx942(library).items()
         if re.search("swap_in_kernel|copy_planned_kernel", name)
     }
-    assert len(swap_in) == 2
+    assert len(swap_in) == 3, "tables in shared memory, tables elsewhere, a replay"
     for body in swap_in.values():
         non_temporal = re.findall(r"(\S+_(?:load|store)_\S+) .* nt\b", body)
         assert non_temporal == ["global_load_dwordx4"] * 7 * (4 + 3)

@@ -18,6 +18,9 @@ POOL_OPTIONS = (
     'int num_blocks=0, str prefer="throughput"'
 )
 SWAP_IN_OPTIONS = "bool skip_io=False, int row_ndim=2, int num_blocks=0"
+LOAD_OPTIONS = (
+    'int num_layers=0, int row_ndim=2, int page_size=1, str index_unit="token", int num_blocks=0'
+)
 SCHEMAS = {
     "transfer": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
     f"{TRANSFER_OPTIONS}) -> ()",
@@ -41,6 +44,14 @@ SCHEMAS = {
     f"Tensor(g!)? miss_count=None, {SWAP_IN_OPTIONS}) -> ()",
     "copy_planned": "(Tensor[] host_cache, Tensor(a!)[] device_buffer, Tensor miss_src, "
     f"Tensor miss_dst, Tensor miss_count, Tensor num_real_reqs, *, {SWAP_IN_OPTIONS}) -> ()",
+    "load_layers": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, "
+    f"Tensor(b!) flags, Tensor epoch, *, {LOAD_OPTIONS}) -> ()",
+    "load_layers.int": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, "
+    f"Tensor(b!) flags, SymInt epoch, *, {LOAD_OPTIONS}) -> ()",
+    "wait_layer": "(Tensor flags, int layer, Tensor epoch, Tensor(a!)[] after, *, "
+    "int timeout_ms=60000) -> ()",
+    "wait_layer.int": "(Tensor flags, int layer, SymInt epoch, Tensor(a!)[] after, *, "
+    "int timeout_ms=60000) -> ()",
     "host_register": "(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()",
     "host_unregister": "(Tensor(a!) tensor, int device_index=-1) -> ()",
     "device_pointer": "(Tensor tensor, int device_index=-1) -> int",
@@ -68,13 +79,18 @@ MUTATED = {
         "miss_count",
     ],
     "copy_planned": ["device_buffer"],
+    "load_layers": ["dst", "flags"],
+    "load_layers.int": ["dst", "flags"],
+    "wait_layer": ["after"],
+    "wait_layer.int": ["after"],
     "host_register": ["tensor"],
     "host_unregister": ["tensor"],
 }
 
 
 def schema_of(op):
-    return getattr(torch.ops.kvio, op).default._schema
+    name, _, overload = op.partition(".")
+    return getattr(getattr(torch.ops.kvio, name), overload or "default")._schema
 
 
 @pytest.mark.parametrize("op", SCHEMAS)
@@ -95,7 +111,7 @@ def test_exactly_the_written_arguments_are_marked(op):
 
 def test_no_op_is_without_a_published_schema():
     registered = {
-        name.removeprefix("kvio::").split(".")[0]
+        name.removeprefix("kvio::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("kvio::")
     }

@@ -1,4 +1,5 @@
-// The row copy of swap-in: copy_units.cuh, or wave_copy.h where the platform's policy says so.
+// How a wave moves rows that do not follow each other: copy_units.cuh, or wave_copy.h where the platform's policy says
+// so.
 #pragma once
 
 #include <cstdint>
@@ -8,26 +9,20 @@
 
 namespace kvio::gpu {
 
-// Groups of kLanes lanes copy a unit each.
-template <int kLanes>
-__device__ __forceinline__ void wave_copy_units(const Units& units, int64_t unit_bytes, uint32_t lane) {
-  constexpr uint32_t kGroups = kWave / kLanes;
-  // What follows from the lane is worked out from here on. Kept through the kernel for every kLanes, it takes so many
-  // registers that scratch memory is needed.
-  GlobalMemory{}.await(lane);
-  for (uint32_t first = 0; first < units.count; first += kGroups) {
-    const uint32_t unit = first + lane / kLanes;
-    const char* from = shuffle_pointer(units.src, unit);
-    char* to = shuffle_pointer(units.dst, unit);
-    if (unit < units.count && to != nullptr) wave_copy<kLanes>(lane % kLanes, to, from, unit_bytes);
-  }
-}
+struct DeviceWave {
+  static constexpr int kLanes = static_cast<int>(kWave);
 
-// The same, `lanes` a power of two.
-template <int kLanes = static_cast<int>(kWave)>
+  template <class T>
+  __device__ __forceinline__ T* shuffle(T* pointer, uint32_t lane) const {
+    return shuffle_pointer(pointer, lane);
+  }
+};
+
+// By groups of `lanes` lanes, a power of two. All units lie at multiples of kAlignment on both sides. All lanes of the
+// wave call it.
+template <int kAlignment = 1>
 __device__ __forceinline__ void wave_copy_units(uint32_t lanes, const Units& units, int64_t unit_bytes, uint32_t lane) {
-  if (lanes == kLanes) return wave_copy_units<kLanes>(units, unit_bytes, lane);
-  if constexpr (kLanes > 1) wave_copy_units<kLanes / 2>(lanes, units, unit_bytes, lane);
+  wave_copy_rows<kAlignment>(lanes, DeviceWave{}, GlobalMemory{}, lane, units.count, units.dst, units.src, unit_bytes);
 }
 
 // All lanes of a wave call it. The template's arguments are of copy_units.

@@ -58,6 +58,8 @@ __device__ __forceinline__ void copy_stretch(const Units& units, uint32_t packag
     load_once_if(done + j * kWave + lane < total, held[j], src + uint64_t{done + j * kWave} * kWidth);
   }
 #pragma unroll
+  for (int j = 0; j < kStretchLoads; ++j) await_loaded(held[j]);
+#pragma unroll
   for (int j = 0; j < kStretchLoads; ++j) {
     store_once_if(done + j * kWave + lane < total, dst + uint64_t{done + j * kWave} * kWidth, held[j]);
   }

@@ -7,15 +7,17 @@
 namespace kvio::gpu {
 namespace {
 
-// Copies that one batch may hold.
+// Copies that one batch may hold: more were seen to fault (vLLM pull request 43018).
 constexpr size_t kMaxBatch = 8192;
 
-// Of HIP 7, which has no attributes to give yet; a later one may have another prototype under the same name.
+// Of HIP 7 to 10; a later one may have another prototype under the same name, as CUDA 13 has. Without attributes, which
+// 7.2 refuses. It batches from 7.14 on; before, it loops over ordinary copies (ROCm/clr issue 273).
 using BatchCopy = hipError_t (*)(void**, void**, size_t*, size_t, void*, size_t*, size_t, size_t*, hipStream_t);
 
 BatchCopy batch_copy_call() {
   static const auto function = [] {
-    const bool known = hip_version() / 10'000'000 == 7;
+    const int major = hip_version() / 10'000'000;
+    const bool known = major >= 7 && major <= 10;
     return known ? reinterpret_cast<BatchCopy>(hip_symbol("hipMemcpyBatchAsync")) : nullptr;
   }();
   return function;

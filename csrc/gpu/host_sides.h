@@ -3,6 +3,7 @@
 
 #include "gpu/host_memory.h"
 #include "plan/copy_plan.h"
+#include "request/load_layers_request.h"
 #include "request/request.h"
 
 namespace kvio::gpu {
@@ -83,6 +84,26 @@ inline void translate_host_buffers(const char* op, TransferRequest* request) {
     group.dst_base[b] = dst;
     group.src_base[b] = src;
   });
+}
+
+// The same for the sources of all layers; destinations are on the GPU. Throws on host memory that is not page-locked,
+// or of which a stacked buffer's layers lie in several registrations.
+inline void translate_host_layers(const char* op, LoadLayersRequest* request) {
+  if (request->layer.src_device != DeviceKind::kCpu) return;
+  HostSide host(op, "src", DeviceKind::kCpu);
+  auto& listed = request->src_listed;
+  for (BufferGroup& group : request->layer.groups) {
+    if (group.dst.row_bytes() == 0) continue;
+    for (size_t i = 0; i < group.position.size(); ++i) {
+      const int64_t b = group.position[i];
+      const int64_t later = (request->num_layers - 1) * request->src_step[static_cast<size_t>(b)];
+      group.src_base[i] = host.accept(b, group.src_base[i], group.src_extent + later);
+      for (int64_t at = b; at < static_cast<int64_t>(listed.size()); at += request->num_buffers) {
+        const char*& base = listed[static_cast<size_t>(at)];
+        base = host.accept(at, base, group.src_extent);
+      }
+    }
+  }
 }
 
 }  // namespace kvio::gpu

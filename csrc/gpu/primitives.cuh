@@ -14,6 +14,7 @@ namespace kvio::gpu {
 #ifndef KVIO_ROCM
 using Words2 = uint2;
 using Words4 = uint4;
+using EightBytes = Words2;
 #endif
 
 template <int kBytes>
@@ -24,7 +25,7 @@ struct PackageOf<16> {
 };
 template <>
 struct PackageOf<8> {
-  using type = Words2;
+  using type = EightBytes;
 };
 template <>
 struct PackageOf<4> {
@@ -93,6 +94,11 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
                : "+r"(low), "+r"(high)
                : "l"(address), "r"(predicate));
 }
+
+// Called for all that was loaded before stores that depend on conditions, outside of these: AMD's compilers cannot know
+// inside of one what is on its way, and each store would wait for the one before it. Nothing on CUDA.
+template <class T>
+__device__ __forceinline__ void await_loaded(T&) {}
 
 template <class T>
 __device__ __forceinline__ void store_once(void* address, const T& value) {
@@ -181,6 +187,27 @@ __device__ __forceinline__ void await_previous_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// ---- flags in device memory ----------------------------------------------------------------------------------------
+
+// Stores a flag after everything that this thread has written, or has seen written, on this GPU.
+__device__ __forceinline__ void store_release(int64_t* flag, int64_t value) {
+  asm volatile("st.release.gpu.s64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// Reads a flag; what was written before it was stored is visible to this thread, and to what is ordered after it.
+__device__ __forceinline__ int64_t load_acquire(const int64_t* flag) {
+  int64_t value;
+  asm volatile("ld.acquire.gpu.s64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+// Nanoseconds of a clock that all threads share; only differences mean anything.
+__device__ __forceinline__ uint64_t clock_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
 }
 
 #endif  // KVIO_ROCM

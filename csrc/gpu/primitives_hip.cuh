@@ -47,6 +47,10 @@ __device__ __forceinline__ T atomicAdd(T* at, T value) {
   return __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 template <class T>
+__device__ __forceinline__ T atomicSub(T* at, T value) {
+  return __hip_atomic_fetch_sub(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+template <class T>
 __device__ __forceinline__ T atomicMin(T* at, T value) {
   return __hip_atomic_fetch_min(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -73,6 +77,7 @@ __device__ __forceinline__ void __threadfence_system() { __builtin_amdgcn_fence(
 
 using Words2 = uint32_t __attribute__((ext_vector_type(2)));
 using Words4 = uint32_t __attribute__((ext_vector_type(4)));
+using EightBytes = uint64_t;  // no vector: of an array of such clang 22 makes one long vector, most of which it spills
 
 // Memory that kernels move is never shared memory; a generic address would be looked up there first.
 template <class T>
@@ -107,6 +112,17 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
   const Words2 words = *as_global<Words2>(address);
   low = words.x;
   high = words.y;
+}
+
+template <class T>
+__device__ __forceinline__ void await_loaded(T& value) {
+  if constexpr (sizeof(T) >= 4) {
+    asm volatile("" : "+v"(value));
+  } else {
+    uint32_t word = value;
+    asm volatile("" : "+v"(word));
+    value = static_cast<T>(word);
+  }
 }
 
 template <class T>
@@ -162,5 +178,18 @@ __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(8); }
 __device__ __forceinline__ void allow_next_launch() {}
 __device__ __forceinline__ void await_previous_launch() {}
+
+// ---- flags in device memory -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_release(int64_t* flag, int64_t value) {
+  __hip_atomic_store(flag, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+__device__ __forceinline__ int64_t load_acquire(const int64_t* flag) {
+  return __hip_atomic_load(flag, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+// A counter of 100 MHz on every target.
+__device__ __forceinline__ uint64_t clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }
 
 }  // namespace kvio::gpu

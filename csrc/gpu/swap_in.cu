@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __gri
   copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank, kRanks);
   if (waits) {
     sync_ranks<kRanks>();
-    if (leads) atomicSub(&copying_requests, 1);
+    if (leads) atomicSub(&copying_requests, 1u);
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace kvio {
 
@@ -37,6 +38,11 @@ constexpr int64_t lanes_per_row(int64_t row_bytes, int64_t wave_lanes) {
   while (lanes < wave_lanes && 8 * lanes < row_bytes) lanes *= 2;
   return lanes;
 }
+
+// What a lane of gpu/wave_copy.h has on its way: so many loads of a row, and so many rows where the kernel knows that
+// all of them lie at multiples of `alignment`. One row of 512 bytes would leave a wave with one load a lane.
+constexpr int kWaveCopyLoads = 4;
+constexpr int rows_at_once(int64_t alignment) { return alignment % 16 == 0 ? 4 : 1; }
 
 static_assert(copy_round(576, 4).bytes == 64 && lanes_per_row(576, 64) == 4);
 

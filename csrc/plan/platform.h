@@ -13,7 +13,7 @@ struct PlatformPolicy {
   int64_t read_blocks;     // of the register kernel, from the host
   int64_t write_blocks;    // of the register kernel, to the host
   int64_t planned_blocks;  // of copy_planned, over all requests
-  bool wave_copy;          // the row copy of swap-in: gpu/wave_copy.h, or gpu/copy_units.cuh
+  bool wave_copy;          // rows that do not follow each other: by gpu/wave_copy.h, or gpu/copy_units.cuh
 };
 
 // CUDA: measured on an H200, where 4 blocks fill the link for every layout, and 8 stay close together in host memory.

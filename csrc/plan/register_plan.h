@@ -17,6 +17,9 @@ struct LaneSplit {
   int64_t loads_per_unit = 16;
 };
 
+// The same for the wave copy, which has one kernel for all of them.
+LaneSplit wave_copy_split(int64_t unit_bytes, int64_t package_bytes, int64_t wave_lanes);
+
 constexpr int64_t kLineBytes = 128;  // what the link carries best: a read that cuts a line costs a request more
 
 // What the split of a unit depends on.
@@ -59,6 +62,7 @@ struct RegisterPlan {
   int64_t stretch_loads = 16;   // loads of a lane in flight where units follow each other: 16 or 18
   int64_t units = 0;            // of one buffer
   int64_t units_per_item = 32;
+  int64_t wanted_blocks = 1;  // whatever the number of items
   int64_t num_blocks = 1;
   // Items of one slot range over all buffers come next to each other (true), or all items of one buffer do (false):
   // whichever keeps concurrent host addresses close together.
@@ -73,6 +77,7 @@ struct RegisterPolicy {
   int64_t long_piece_bytes = 8192;     // a longer piece is cut so that several warps share it
   int64_t read_blocks = 4;             // fill a host link for every layout measured
   int64_t write_blocks = 4;
+  bool wave_copy = false;  // units that do not follow each other go by gpu/wave_copy.h
 };
 
 // A block has 512 threads whatever the width of a wave.
@@ -86,12 +91,21 @@ constexpr RegisterPolicy register_policy(Platform platform) {
   policy.long_piece_bytes = policy.bytes_per_warp_step;
   policy.read_blocks = of.read_blocks;
   policy.write_blocks = of.write_blocks;
+  policy.wave_copy = of.wave_copy;
   return policy;
 }
 
+// What a plan has to share with others of its launch.
+struct SharedPlan {
+  uint64_t address_bits = 0;        // or-ed addresses of further buffers that the plan serves
+  int64_t max_package_bytes = 16;   // one load
+  const LaneSplit* only = nullptr;  // the kernel, where it is chosen already; lanes_per_unit is of no matter
+};
+
 // `num_sms` bounds device-to-device grids. `range` is the number of index positions this launch serves.
 RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
-                                int64_t num_sms, const RegisterPolicy& policy = register_policy(Platform::kCuda));
+                                int64_t num_sms, const RegisterPolicy& policy = register_policy(Platform::kCuda),
+                                const SharedPlan& shared = SharedPlan());
 
 constexpr int64_t kMaxBuffersPerLaunch = 256;  // 128 layers x K and V
 

@@ -109,7 +109,8 @@ void check_one_device(const char* op, const char* argument, const std::vector<Te
 
 void check_has_storage(const char* op, const char* argument, int64_t position, const TensorView& t) {
   const int64_t extent = extent_bytes(t);
-  if (extent <= t.storage_bytes) return;
+  // A view without a byte may begin anywhere, also behind its storage.
+  if (extent == 0 || extent <= t.storage_bytes) return;
   const std::string item = position < 0 ? "" : "[" + std::to_string(position) + "]";
   fail(op, argument, item, " spans ", extent, " bytes but its storage has ", t.storage_bytes,
        " from there on; it needs a storage that was not resized");

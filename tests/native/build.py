@@ -23,9 +23,12 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 SOURCES = (
     HERE / "bridge.cpp",
+    HERE / "layer_flags_steps.cpp",
     HERE / "swap_in_steps.cpp",
+    HERE / "wave_copy_moves.cpp",
     CSRC / "request" / "buffer_list.cpp",
     CSRC / "request" / "fault_subject.cpp",
+    CSRC / "request" / "load_layers_request.cpp",
     CSRC / "request" / "request.cpp",
     CSRC / "request" / "staged_request.cpp",
     CSRC / "request" / "swap_in_request.cpp",
@@ -36,6 +39,7 @@ SOURCES = (
     CSRC / "plan" / "backend.cpp",
     CSRC / "plan" / "copy_plan.cpp",
     CSRC / "plan" / "copy_width.cpp",
+    CSRC / "plan" / "layers_plan.cpp",
     CSRC / "plan" / "miss_copy_plan.cpp",
     CSRC / "plan" / "order.cpp",
     CSRC / "plan" / "rates.cpp",
@@ -100,7 +104,10 @@ def build(folder: Path) -> Path:
     """
     command = [*compiler(), *include_flags()]
     headers = sorted(path for room in ("request", "plan") for path in (CSRC / room).glob("*.h"))
-    headers += [CSRC / "error.h", CSRC / "gpu" / "swap_in_resolve.h"]
+    headers += [
+        CSRC / "error.h",
+        *(CSRC / "gpu" / f"{n}.h" for n in ("layer_flags", "swap_in_resolve", "wave_copy")),
+    ]
     with ThreadPoolExecutor(max_workers=min(len(SOURCES), os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(compile_object, folder, command, s, headers) for s in SOURCES]
         objects = [str(job.result()) for job in jobs]

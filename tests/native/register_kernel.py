@@ -2,6 +2,7 @@
 
 `launch` yields what the lanes copy as arrays (dst addresses, src addresses, bytes of each).
 A remainder is copied whichever way its unit's packages went: a stretch of one unit may have one.
+The wave copy is not written here once more: `kvio.wave_copy_moves` runs its source.
 """
 
 from __future__ import annotations
@@ -99,19 +100,37 @@ def copy_remainder(plan, dst, src) -> Iterator[Moves]:
     assert left == 0, "a remainder is shorter than a package"
 
 
-def launch(plan, group, dst_indices, src_indices, warps_per_block=16, wave=32) -> Iterator[Moves]:
+def wave_copy(kvio, plan, dst, src, inside) -> Iterator[Moves]:
+    noted = kvio.wave_copy_moves(
+        lanes=plan.split[0],
+        alignment=plan.package_bytes,
+        dst=np.where(inside, dst, 0).tolist(),
+        src=src.tolist(),
+        row_bytes=plan.dst.piece_bytes,
+    )
+    moves = np.frombuffer(noted, np.int64).reshape(-1, 3)
+    for width in np.unique(moves[:, 2]).tolist():
+        to, of, _ = moves[moves[:, 2] == width].T
+        yield to, of, width
+
+
+def launch(kvio, plan, policy, group, dst_indices, src_indices) -> Iterator[Moves]:
     to, source, inside = locate(plan, dst_indices, src_indices)
-    num_warps = plan.num_blocks * warps_per_block
+    wave = policy.wave_lanes
+    num_warps = plan.num_blocks * policy.warps_per_block
     for warp in range(num_warps):
         for buffer, first in items_of_warp(plan, len(group.dst_base), warp, num_warps):
             units = slice(first, min(first + plan.units_per_item, plan.units))
             dst = group.dst_base[buffer] + to[units]
             src = group.src_base[buffer] + source[units]
-            if is_stretch(plan, dst, src, inside[units]):
-                yield from copy_stretch(plan, dst, src, wave)
-            else:
-                yield from copy_units(plan, dst, src, inside[units], wave)
             good = inside[units]
+            if is_stretch(plan, dst, src, good):
+                yield from copy_stretch(plan, dst, src, wave)
+            elif policy.wave_copy:
+                yield from wave_copy(kvio, plan, dst, src, good)
+                continue  # it moves all of a unit
+            else:
+                yield from copy_units(plan, dst, src, good, wave)
             yield from copy_remainder(plan, dst[good], src[good])
 
 

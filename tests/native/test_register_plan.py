@@ -26,9 +26,9 @@ def blocks_of(policy, direction):
     }[direction]
 
 
-def small_policy(kvio):
+def small_policy(kvio, platform="cuda"):
     """Cuts, short items and several rounds within few bytes."""
-    policy = kvio.RegisterPolicy()
+    policy = policy_of(kvio, platform)
     policy.bytes_per_warp_step = 64
     policy.long_piece_bytes = 96
     return policy
@@ -55,8 +55,7 @@ def moved_bytes(kvio, case, positions=slice(None), policy=None):
     for group in request.groups:
         dst, src = case.dst_indices[positions], case.src_indices[positions]
         plan = kvio.make_register_plan(request, group, range=len(dst), policy=policy)
-        shape = (policy.warps_per_block, policy.wave_lanes)
-        moves.extend(register_kernel.launch(plan, group, dst, src, *shape))
+        moves.extend(register_kernel.launch(kvio, plan, policy, group, dst, src))
     return register_kernel.bytes_moved(moves)
 
 
@@ -70,9 +69,10 @@ def test_every_byte_of_every_wanted_row_is_moved_once(kvio, platform, case):
     assert np.array_equal(moved, wanted_bytes(case))
 
 
-@given(gpu_transfers)
-def test_every_byte_is_moved_once_when_pieces_are_cut_and_items_are_short(kvio, case):
-    moved = moved_bytes(kvio, case, policy=small_policy(kvio))
+@pytest.mark.parametrize("platform", PLATFORMS)
+@given(case=gpu_transfers)
+def test_every_byte_is_moved_once_when_pieces_are_cut_and_items_are_short(kvio, platform, case):
+    moved = moved_bytes(kvio, case, policy=small_policy(kvio, platform))
     assert np.array_equal(moved, wanted_bytes(case))
 
 
@@ -84,10 +84,12 @@ def test_launches_of_two_ranges_move_what_one_launch_moves(kvio, case, data):
         assert np.array_equal(moved, wanted_bytes(case, positions))
 
 
-@given(gpu_transfers, st.data())
-def test_rows_with_an_entry_outside_its_pool_are_skipped_and_only_they(kvio, case, data):
+@pytest.mark.parametrize("platform", PLATFORMS)
+@given(case=gpu_transfers, data=st.data())
+def test_rows_with_an_entry_outside_its_pool_are_skipped_and_only_they(kvio, platform, case, data):
     broken, good = with_bad_entries(data, case)
-    assert np.array_equal(moved_bytes(kvio, broken), wanted_bytes(case, good))
+    moved = moved_bytes(kvio, broken, policy=policy_of(kvio, platform))
+    assert np.array_equal(moved, wanted_bytes(case, good))
 
 
 def rows(row_bytes, *, slots, layout="layer_first", page_size=4, layers=1, pad=0, at=1 << 20):
@@ -138,14 +140,16 @@ def plan_of(kvio, case, **options):
 SCATTERED = [5, 0, 63, 17, 18, 40, 2, 60, 33]
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("indices", [[7], [7, 3], SCATTERED, list(range(64)), list(range(33))])
 @pytest.mark.parametrize(
     ("row_bytes", "pad"), [(17, 15), (20, 12), (31, 1), (130, 14), (1152, 0), (1160, 24), (3, 0)]
 )
-def test_remainders_are_moved_whole_for_any_number_of_rows(kvio, row_bytes, pad, indices):
+def test_remainders_are_moved_whole_for_any_number_of_rows(kvio, platform, row_bytes, pad, indices):
     layout = "pitched" if pad else "layer_first"
     case = between(row_bytes, indices, dst=layout, src=layout, pad=pad)
-    assert np.array_equal(moved_bytes(kvio, case), wanted_bytes(case))
+    moved = moved_bytes(kvio, case, policy=policy_of(kvio, platform))
+    assert np.array_equal(moved, wanted_bytes(case))
 
 
 @given(gpu_transfers)
@@ -244,6 +248,19 @@ def test_rows_in_pieces_are_not_cut_further(kvio):
     case = make_case(dst, [dataclasses.replace(b, address=1 << 30) for b in dst], [1, 5])
     plan = plan_of(kvio, case)
     assert (plan.dst.num_pieces, plan.dst.piece_bytes, plan.units) == (2, 16384, 4)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "split"),
+    [(576, (4, 4, 4)), (512, (64, 4, 4)), (1152, (64, 4, 4)), (20, (4, 1, 4))],
+)
+def test_the_wave_copy_takes_several_rows_at_once_only_at_multiples_of_16(kvio, row_bytes, split):
+    """The kernel for them does not look at the alignment of each row."""
+    plan = plan_of(kvio, between(row_bytes, SCATTERED), policy=policy_of(kvio, "rocm"))
+    assert plan.split == split
+    assert plan.split[0] == kvio.lanes_per_row(row_bytes, 64)
+    assert (plan.split[1] > 1) == (plan.package_bytes == 16) == (row_bytes % 16 == 0)
+    assert (plan.max_skew, plan.skew_by_dst) == (0, False), "its steps begin where the row does"
 
 
 def test_splits_of_rows_that_engines_have(kvio):

@@ -1,38 +1,44 @@
 """The row copy of 32- and 64-lane waves (csrc/gpu/wave_copy.h), without a GPU.
 
-Emulated: the same source, lane by lane on the CPU, by wave_copy_rows.cpp. Compiled: the machine
-code that clang makes of it for AMD GPUs, and nvcc for NVIDIA's, from wave_copy_kernel.cpp. Neither
-is a run on AMD hardware.
+Emulated: the same source, lane by lane on the CPU, rows by wave_copy_rows.cpp and the loop over the
+rows of a wave by wave_copy_units.cpp. Compiled: the machine code that clang makes of it for AMD
+GPUs, and nvcc for NVIDIA's, from wave_copy_kernel.cpp. Neither is a run on AMD hardware.
 """
 
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from native import build
 
-EMULATION = build.HERE / "wave_copy_rows.cpp"
+EMULATIONS = ("wave_copy_rows", "wave_copy_units")
 KERNEL = build.HERE / "wave_copy_kernel.cpp"
 WAVES = ("rows_by_wave_of_32", "rows_by_wave_of_64")
+SEVERAL = ("several_by_wave_of_32", "several_by_wave_of_64")  # rows at a time
 
 
-def built(folder: Path, *flags: str) -> Path:
+def built(folder: Path, *flags: str) -> dict[str, Path]:
     try:
         compiler = build.compiler()
     except build.CannotBuildError as missing:
         pytest.skip(f"the emulation cannot be built: {missing}")
-    program = folder / "wave_copy_rows"
     # With -fsanitize=undefined gcc folds members of different sizes into one, and then warns of it.
     warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-array-bounds")
     flags = ("-std=c++17", *warnings, f"-I{build.CSRC}", *flags)
-    build.run([*compiler, *flags, str(EMULATION), "-o", str(program)])
-    return program
+
+    def compiled(name: str) -> Path:
+        build.run([*compiler, *flags, str(build.HERE / f"{name}.cpp"), "-o", str(folder / name)])
+        return folder / name
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        return dict(zip(EMULATIONS, pool.map(compiled, EMULATIONS), strict=True))
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory):
+def programs(tmp_path_factory):
     return built(tmp_path_factory.mktemp("wave_copy"), "-O2")
 
 
@@ -54,33 +60,49 @@ def ran(program, *arguments):
     return subprocess.run([program, *arguments], capture_output=True, text=True)
 
 
-def test_any_row_at_any_alignment_is_copied_whatever_the_order_of_lanes(program):
-    done = ran(program, "all")
+def test_any_row_at_any_alignment_is_copied_whatever_the_order_of_lanes(programs):
+    done = ran(programs["wave_copy_rows"], "all")
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) > 500_000
 
 
+def test_rows_of_a_wave_are_copied_by_lane_groups_of_any_size(programs):
+    """One or several rows a group at a time, fewer rows than groups, rows that are left out."""
+    done = ran(programs["wave_copy_units"], "all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    waves, rows = (int(word) for word in re.findall(r"\d+", done.stdout))
+    assert waves > 20_000
+    assert rows > 400_000
+
+
 @pytest.mark.parametrize(
-    ("fault", "found"),
+    ("program", "fault", "found"),
     [
-        ("past-row", "outside of the destination row"),
-        ("one-lane-twice", "not the ordinary loads"),
-        ("no-gate", "not the 16-byte non-temporal loads|not the ordinary loads"),
+        ("wave_copy_rows", "past-row", "outside of the destination row"),
+        ("wave_copy_rows", "one-lane-twice", "not the ordinary loads|wrong bytes"),
+        ("wave_copy_rows", "no-gate", "not the 16-byte non-temporal loads|not the ordinary loads"),
+        ("wave_copy_units", "past-row", "outside of the destination row"),
+        ("wave_copy_units", "wrong-lane", "outside of the destination row|wrong bytes"),
+        ("wave_copy_units", "count-ignored", "outside of the destination row"),
+        ("wave_copy_units", "null-written", "wrong bytes"),
+        ("wave_copy_units", "one-by-one", "rows that could be on their way together are not"),
     ],
 )
-def test_the_emulation_finds_a_fault_that_was_put_in(program, fault, found):
-    done = ran(program, "few", fault)
+def test_the_emulation_finds_a_fault_that_was_put_in(programs, program, fault, found):
+    done = ran(programs[program], "few", fault)
     assert done.returncode == 1
     assert re.search(found, done.stdout)
 
 
-def test_address_sanitizer_sees_no_access_outside_of_a_row(sanitized):
-    done = ran(sanitized, "few")
+@pytest.mark.parametrize("program", EMULATIONS)
+def test_address_sanitizer_sees_no_access_outside_of_a_row(sanitized, program):
+    done = ran(sanitized[program], "few")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_address_sanitizer_sees_one_byte_too_many(sanitized):
-    done = ran(sanitized, "few", "past-row")
+@pytest.mark.parametrize("program", EMULATIONS)
+def test_address_sanitizer_sees_one_byte_too_many(sanitized, program):
+    done = ran(sanitized[program], "few", "past-row")
     assert done.returncode != 0
     assert "heap-buffer-overflow" in done.stderr
 
@@ -157,10 +179,10 @@ def memory_instructions(code, wave):
 
 def test_the_code_object_is_for_the_target_that_was_asked_for(code):
     assert f"amdgcn-amd-amdhsa--{code.target}" in code.notes
-    assert set(code.kernels) == set(WAVES)
+    assert set(code.kernels) == {*WAVES, *SEVERAL}
 
 
-@pytest.mark.parametrize("wave", WAVES)
+@pytest.mark.parametrize("wave", [*WAVES, *SEVERAL])
 def test_wide_loads_are_non_temporal_and_everything_else_is_cached(code, wave):
     bits_of = {}
     for words in memory_instructions(code, wave):
@@ -171,12 +193,12 @@ def test_wide_loads_are_non_temporal_and_everything_else_is_cached(code, wave):
     assert not any(bits for found in bits_of.values() for bits in found)
 
 
-@pytest.mark.parametrize("wave", WAVES)
+@pytest.mark.parametrize("wave", [*WAVES, *SEVERAL])
 def test_no_access_goes_through_scratch_or_a_flat_address(code, wave):
     kinds = {words[0].split("_")[0] for words in memory_instructions(code, wave)}
     assert kinds == {"global"}
     for key in ("private_segment_fixed_size", "vgpr_spill_count", "sgpr_spill_count"):
-        assert code.noted(key) == [0, 0]
+        assert code.noted(key) == [0] * 4
 
 
 def shape(code, wave):
@@ -196,7 +218,17 @@ def shape(code, wave):
 def test_loads_are_in_flight_together_and_no_store_waits_for_another(code, wave):
     text = shape(code, wave)
     assert "LLLL" in text  # the loop over long rows
-    assert re.search("LLLlll+wSSSsss+", text)  # the last wide steps, words and bytes: one trip
+    assert re.search("LLLlll+w+[sS]", text)  # the last wide steps, words and bytes: one trip
+    assert not re.search("[sS]w[sS]", text)
+
+
+@pytest.mark.parametrize("wave", SEVERAL)
+def test_loads_of_several_rows_are_in_flight_together(code, wave):
+    text = shape(code, wave)
+    assert re.search("L{16}w+S{16}", text)  # the loop over long rows
+    assert re.search("(?:LLLlll){4}w+[sS]", text)  # what is left of four rows: one trip
+    # Four rows below the gate: two words of each, which is all they can have, or four, and bytes.
+    assert re.search("(?:l{12}|l{20})w+s", text)
     assert not re.search("[sS]w[sS]", text)
 
 
@@ -216,7 +248,7 @@ def test_cuda_compiles_waves_of_32_and_groups_of_64_threads_without_a_stack(tmp_
     flags = ["-std=c++17", "-x", "cu", "-arch=sm_90", f"-I{build.CSRC}", "-Xptxas", "-v", "-cubin"]
     said = says(["nvcc", *flags, str(KERNEL), "-o", str(tmp_path / "wave_copy.cubin")])
     assert (tmp_path / "wave_copy.cubin").exists(), said
-    for wave in WAVES:
+    for wave in (*WAVES, *SEVERAL):
         assert re.search(
             rf"properties for {wave}\s+0 bytes stack frame, 0 bytes spill stores", said
         ), said
