@@ -123,6 +123,9 @@ if [[ ${1:-} == --table ]]; then
 fi
 asked=("$@")
 ((${#asked[@]})) || asked=(cpu cuda rocm)
+for backend in "${asked[@]}"; do
+    [[ $backend =~ ^(cpu|cuda|rocm)$ ]] || { echo "unknown backend $backend; it needs cpu, cuda or rocm" >&2; exit 2; }
+done
 
 mkdir -p "$work" "$dist"
 rm -rf "$work"/{facts,cells,logs,outside} "$dist"/sgl_kvio-*
@@ -143,7 +146,6 @@ say "source distribution"
 sdist=$(cd "$dist" && ls sgl_kvio-*.tar.gz)
 
 for backend in "${asked[@]}"; do
-    [[ $backend =~ ^(cpu|cuda|rocm)$ ]] || { echo "unknown backend $backend; it needs cpu, cuda or rocm" >&2; exit 2; }
     missing=$(missing_toolchain "$backend")
     if [[ -n $missing ]]; then
         (($# == 0)) || { echo "$backend: $missing" >&2; exit 1; }

@@ -179,9 +179,8 @@ def as_int(value: Any) -> int | None:
     The package's one rule for sizes, pages and layers. A bool is an int to Python, and never one of
     these to a person: None.
     """
-    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
-        return None
-    if isinstance(value, bool):
+    # A tensor's or numpy's bool; that of numpy before 2.3 can index a list.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
         return None
     try:
         return operator.index(value)

@@ -122,6 +122,7 @@ PROGRAM = """
     import sys
 
     import torch
+    import torch._inductor.codecache  # 2.10 looks it up there and has not imported it
     import sgl_kvio
 
     sys.path.insert(0, {tests!r})
@@ -135,16 +136,20 @@ PROGRAM = """
         except RuntimeError as error:
             assert "handle is 77, which names no pool of this process" in str(error), error
         else:
-            raise SystemExit("a package ran without its pool")
+            if {raises}:
+                raise SystemExit("a package ran without its pool")
     tests.check_program(program, tests.PACKAGED)
     print("same bytes")
 """
 
 
 def test_a_package_finds_the_pool_of_its_number_in_another_process(package):
-    code = PROGRAM.format(package=str(package), tests=str(Path(__file__).parent))
+    # Packages of older releases print what an op raises, and go on (pytorch PR 180884).
+    raises = torch.__version__ >= (2, 13)
+    code = PROGRAM.format(package=str(package), tests=str(Path(__file__).parent), raises=raises)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("same bytes\n")
+    assert raises or "handle is 77, which names no pool of this process" in done.stderr
