@@ -244,6 +244,23 @@ def device_clock(device: torch.device) -> Clock:
     return StreamClock(device) if device.type == "cuda" else WallClock(device)
 
 
+Marks = tuple[Callable[[], Any], Callable[[Any, Any], float]]
+
+
+def marks_on(device: torch.device) -> Marks:
+    """A function that marks this moment of the current stream, or of the host without a GPU, and
+    one that says how many seconds lie between two such marks."""
+    if device.type != "cuda":
+        return time.perf_counter, lambda start, stop: stop - start
+
+    def mark() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    return mark, lambda start, stop: start.elapsed_time(stop) / 1e3
+
+
 def time_calls(
     call: Callable[[int], object],
     calls_per_repeat: int,

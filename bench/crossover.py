@@ -16,8 +16,7 @@ import functools
 import itertools
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +43,7 @@ from common import (
     change_every_byte,
     host_cost_us,
     make_arena,
+    marks_on,
     measure_ceilings,
     new_side_stream,
     print_table,
@@ -424,8 +424,7 @@ class Loads:
     def seconds(self) -> tuple[float, float]:
         """From the call of `load` until layer 0, and until the last layer, is in place."""
         synchronize(self._arena.where)
-        clock = _marks_on_stream() if self._arena.where.type == "cuda" else _marks_on_host()
-        mark, seconds_between = clock
+        mark, seconds_between = marks_on(self._arena.where)
         start = mark()
         load = self.load()
         load.wait_layer(0)
@@ -435,22 +434,6 @@ class Loads:
         load.synchronize()
         synchronize(self._arena.where)
         return seconds_between(start, first), seconds_between(start, last)
-
-
-Marks = tuple[Callable[[], Any], Callable[[Any, Any], float]]
-
-
-def _marks_on_stream() -> Marks:
-    def mark() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    return mark, lambda start, stop: start.elapsed_time(stop) / 1e3
-
-
-def _marks_on_host() -> Marks:
-    return time.perf_counter, lambda start, stop: stop - start
 
 
 def measure_groups(run: Recorder, sizes: Sizes, backends: Sequence[str]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@
 #   crossover crossover-targets interference   bench/crossover.py in full and --targets, bench/interference.py
 #   write_back write_back-targets           bench/write_back.py in full and --targets
 #   swap_in swap_in-targets                 bench/swap_in.py in full and --targets
+#   load_layers load_layers-targets         bench/load_layers.py in full and --targets
 #   memcheck racecheck synccheck            compute-sanitizer; memcheck over tests/gpu, the other two over the tma tests
 #
 # The checkers run in one process (12 side by side are three times slower in total than one: each call waits for the
@@ -67,6 +68,10 @@ for step in "${steps[@]}"; do
     swap_in) run swap_in 300 python3 bench/swap_in.py --out "$out/swap_in.json" ;;
     swap_in-targets)
         run swap_in-targets 60 python3 bench/swap_in.py --targets --out "$out/swap_in-targets.json"
+        ;;
+    load_layers) run load_layers 120 python3 bench/load_layers.py --out "$out/load_layers.json" ;;
+    load_layers-targets)
+        run load_layers-targets 40 python3 bench/load_layers.py --targets --out "$out/load_layers-targets.json"
         ;;
     memcheck)
         read -ra chosen <<<"${MEMCHECK_TESTS:-tests/gpu}"

@@ -6,7 +6,8 @@ transfer: GB/s against the ceiling, restore left, write-back right, by number of
 which has none, by row size). crossover: GB/s by run length. interference: what each transfer costs
 the computation beside it, and what it moves then. write_back: GB/s by the bytes of a page and by
 pages a call, and what staging costs the computation beside it. swap_in: microseconds by batch, and
-the share of the link. Needs matplotlib (`pip install sgl_kvio[bench]`).
+the share of the link. load_layers: microseconds to layer 0 and to the last layer, GB/s, host time.
+Needs matplotlib (`pip install sgl_kvio[bench]`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def draw(result_path: Path, png_path: Path, backend: str | None = None) -> None:
         draw_write_back(result, result_path.name).savefig(png_path)
     elif question == "swap_in":
         draw_swap_in(result, result_path.name).savefig(png_path)
+    elif question == "load_layers":
+        draw_load_layers(result, result_path.name).savefig(png_path)
     else:
         draw_transfer(result, result_path.name, backend).savefig(png_path)
 
@@ -233,6 +236,66 @@ def draw_swap_in(result: Record, name: str) -> Figure:
     what = f"kvio::swap_in, {first['top_k']} selected of {smallest} hot slots, random host rows"
     _title(figure, result, what)
     return figure
+
+
+def draw_load_layers(result: Record, name: str) -> Figure:
+    """By tokens of a restore: time to layer 0 and to the last layer left, GB/s in the middle.
+
+    Right, where it was measured, the host time of a restore: its load, and all its waits.
+    """
+    sections = ("tokens", "targets")
+    records = [record for record in result["records"] if record["section"] in sections]
+    costs = result["call_costs"]
+    if not records:
+        raise ValueError(f"plot: {name} has no figures by tokens (section tokens)")
+    ways = list(dict.fromkeys(record["way"] for record in (*records, *costs)))
+    colours = dict(zip(ways, (*ROW_COLOURS, "#56B4E9", TORCH_COLOUR), strict=False))
+    figure = Figure(figsize=(15 if costs else 11, 4.8), dpi=150, layout="constrained")
+    axes = figure.subplots(1, 3 if costs else 2)
+    tokens = sorted({record["tokens"] for record in records})
+    for way, colour in colours.items():
+        line = sorted((r for r in records if r["way"] == way), key=lambda r: r["tokens"])
+        for field, style in (("us_last", "-"), ("us_layer_0", ":")):
+            points = [(r["tokens"], r[field]) for r in line if r[field]]
+            axes[0].plot(*zip(*points, strict=True) if points else ([], []), style, color=colour)
+        rates = [(r["tokens"], r["gbps_median"]) for r in line]
+        points = zip(*rates, strict=True) if rates else ([], [])
+        axes[1].plot(*points, color=colour, marker="o", markersize=3, label=way)
+    axes[0].set_ylabel("us until the last layer (dotted: layer 0) is in place")
+    axes[0].grid(axis="y", alpha=0.25)
+    axes[1].set_ylabel("GB/s of loads back to back")
+    _draw_ceiling(axes[1], result["ceilings"]["H2D"]["gbps_median"])
+    _finish_axis(axes[1])
+    for axis in axes[:2]:
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(tokens, [str(count) for count in tokens])
+        axis.minorticks_off()
+        axis.set_xlabel("tokens of a restore")
+    axes[0].set_yscale("log")
+    if costs:
+        _draw_restore_costs(axes[2], costs, colours)
+    handles, _ = axes[1].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+    first = records[0]
+    kind = "K+V" if first["buffers"] == 2 else "MLA"
+    what = f"restore of {first['pool_layers']} layers, rows of {first['row_bytes']} bytes {kind}"
+    _title(figure, result, what)
+    return figure
+
+
+def _draw_restore_costs(axis: Axes, costs: Sequence[Record], colours: dict[str, str]) -> None:
+    """A bar a way: the host time of the load, and paler behind it of the waits for all layers."""
+    for place, cost in enumerate(costs):
+        load = cost["load"]["cpu_us_median"]
+        waits = 0.0 if cost["waits"] is None else cost["waits"]["cpu_us_median"]
+        axis.barh(place, load, color=colours[cost["way"]])
+        axis.barh(place, waits, left=load, color=colours[cost["way"]], alpha=0.4)
+        axis.annotate(f" {load:.1f} + {waits:.1f}", (load + waits, place), va="center", fontsize=8)
+    axis.set_yticks(range(len(costs)), [cost["way"] for cost in costs], fontsize=8)
+    axis.set_ylim(len(costs) - 0.5, -0.5)
+    axis.set_xlim(right=1.4 * axis.get_xlim()[1])
+    axis.set_xlabel("host us of a restore: load + waits")
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 # Way of a call: its line, and whether it has the colour of its row size.

@@ -18,12 +18,19 @@ from sgl_kvio.ops import (
     get_rates,
     host_register,
     host_unregister,
+    layer_flags,
+    load_layers,
     memcpy_batch,
+    register_pool,
+    restore,
     set_rates,
     swap_in,
     take_fault,
     transfer,
     transfer_staged,
+    unregister_pool,
+    wait_layer,
+    write_back,
 )
 from sgl_kvio.page_store import FilePageStore, PageStore, load_pages, save_pages
 from sgl_kvio.pool import HostKVPool
@@ -45,14 +52,21 @@ __all__ = [
     "get_rates",
     "host_register",
     "host_unregister",
+    "layer_flags",
+    "load_layers",
     "load_pages",
     "memcpy_batch",
+    "register_pool",
+    "restore",
     "save_pages",
     "set_rates",
     "swap_in",
     "take_fault",
     "transfer",
     "transfer_staged",
+    "unregister_pool",
+    "wait_layer",
+    "write_back",
 ]
 
 _rates.load()

@@ -92,21 +92,20 @@ class Layout:
             for head_dim in geometry.head_dims[: self.num_tensors]
         )
 
-    def layer_views(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Views ``[layer][buffer]``, each ``[slots, H, D]`` or ``[pages, P, H, D]``."""
+    def stacked_views(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A view for each buffer, ``[layers, slots, H, D]`` or ``[layers, pages, P, H, D]``."""
         names = self._names
         buffers: list[torch.Tensor] = []
         for tensor in tensors:
             buffers.extend(tensor.unbind(0) if "2" in names else [tensor])
         names = [name for name in names if name != "2"]
-        layer_axis = names.index("L")
-        names.remove("L")
-        order = [names.index(name) for name in ("NPHD" if self.is_paged else "SHD")]
-        num_layers = buffers[0].shape[layer_axis]
-        return [
-            [buffer.select(layer_axis, layer).permute(order) for buffer in buffers]
-            for layer in range(num_layers)
-        ]
+        order = [names.index(name) for name in ("LNPHD" if self.is_paged else "LSHD")]
+        return [buffer.permute(order) for buffer in buffers]
+
+    def layer_views(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Views ``[layer][buffer]``, each ``[slots, H, D]`` or ``[pages, P, H, D]``."""
+        stacked = self.stacked_views(tensors)
+        return [list(layer) for layer in zip(*(view.unbind(0) for view in stacked), strict=True)]
 
     def page_unit(self, geometry: Geometry, tensor: int) -> int:
         """Elements of a tensor that lie together for one page: the copy unit."""

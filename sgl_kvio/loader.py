@@ -364,7 +364,8 @@ class LayerwiseLoader:
     ``wait_layer``. Loads of one loader run in the order of ``load``. Host rows and index tensors
     must keep their contents, and a host pool its registration, until the load is done; the tensors
     themselves are kept alive here. Neither ``load`` nor a wait for a load can be captured into a
-    CUDA graph: call ``wait_layer`` before the layer's graph is replayed.
+    CUDA graph: call ``wait_layer`` before the layer's graph is replayed, or take
+    ``sgl_kvio.load_layers``, which can be captured and compiled, and is one launch for all layers.
 
     With ``submit="thread"`` a ``wait_layer`` first blocks the host until the worker has enqueued
     that layer's group, and errors of the transfers come out of ``wait_layer``, ``wait`` and

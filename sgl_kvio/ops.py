@@ -99,6 +99,7 @@ def transfer(
     likewise). Empty lists are a no-op.
 
     Not differentiable: the copy is invisible to autograd and does not bump version counters.
+    ``torch.compile`` may clone a host pool that is written; :func:`write_back` names it instead.
 
     Raises:
         RuntimeError: any argument that does not fit, host memory that is not page-locked in a GPU
@@ -206,6 +207,135 @@ def explain_staged(
         num_blocks=num_blocks,
     )
     return str(text)
+
+
+def register_pool(
+    buffers: torch.Tensor | Sequence[torch.Tensor], *, row_ndim: int = 2, handle: int = 0
+) -> int:
+    """Give host buffers a handle, by which :func:`write_back` and :func:`restore` reach them.
+
+    A ``HostKVPool`` has one already (``HostKVPool.handle``); this is for host memory of your own.
+    The handle is a number, so a compiled or exported graph names the pool without holding it, and
+    no pass can clone it.
+
+    Args:
+        buffers: host tensors, strided views as in :func:`transfer`, in the order in which
+            ``first_buffer`` counts them. For calls on a GPU their memory must be page-locked.
+        row_ndim: trailing dims of a buffer that make a row.
+        handle: a number of your own, 1 to 2**32 - 1, for graphs that outlive the process: an
+            exported program, in which the handle is a constant, finds the pool that has its number.
+            0 chooses one, which no other pool of the process ever gets.
+
+    The buffers stay alive until :func:`unregister_pool`.
+
+    Raises:
+        RuntimeError: no buffers, a tensor that is not on the CPU or has no rows of ``row_ndim``
+            dims, a handle that an open pool has.
+    """
+    return int(_kvio.register_pool(_as_list(buffers), row_ndim=row_ndim, handle=handle))
+
+
+def unregister_pool(handle: int) -> None:
+    """Close a handle of :func:`register_pool`: later calls that name it raise.
+
+    The handle of a ``HostKVPool`` is closed with the pool.
+
+    Calls under way on the CPU end as they would have; work that a GPU still has to do needs the
+    memory (synchronize first), and so does every CUDA graph that captured a call.
+
+    Raises:
+        RuntimeError: no open pool has the handle.
+    """
+    _kvio.unregister_pool(handle)
+
+
+def write_back(
+    handle: int,
+    token: torch.Tensor,
+    src: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    """Copy rows into a host pool that is named by its handle: what ``torch.compile`` needs.
+
+    ``pool[first_buffer + i][dst_indices] = src[i][src_indices]``, every ``i``, by the same kernels
+    and under the same contract as :func:`transfer`. The pool is no argument of the graph:
+    functionalization, which under ``aot_eager`` hands :func:`transfer` a clone of a mutated host
+    pool, does not see it.
+
+    Args:
+        handle: ``HostKVPool.handle``, or what :func:`register_pool` returned.
+        token: ``HostKVPool.token``, or any tensor (one element is enough) on the CPU or on the GPU
+            of the call. The schema says that the op writes it, so compilers keep every call and the
+            order among calls of one token; no kernel touches it. In a graph it has to be an input
+            or a buffer of a module: a call whose token is made inside the graph is dead code.
+        src: buffers to read, a device pool's.
+        dst_indices, src_indices: rows of the host pool, rows of ``src``; as in :func:`transfer`.
+        first_buffer: the pool's buffer that ``src[0]`` goes to: ``2 * layer`` where a layer is K
+            and V.
+        page_size, index_unit, backend, num_blocks, prefer: as in :func:`transfer`.
+
+    Order: a token orders calls of :func:`write_back` and :func:`restore` among each other, as they
+    stand in the program, and against nothing else. Other accesses to the pool's memory inside one
+    graph (:func:`transfer` on its tensors, reads of its views) have no order against them. Give
+    every call on one pool the same token.
+
+    Errors call the host side ``pool``: ``pool[i]`` is the buffer that ``src[i]`` is paired with.
+
+    Raises:
+        RuntimeError: as :func:`transfer`; a handle that is unknown or whose pool was closed; more
+            tensors than the pool has buffers from ``first_buffer`` on.
+
+    Example::
+
+        @torch.compile(fullgraph=True)
+        def save(layer: int, k, v, host_pages, device_pages):
+            sgl_kvio.write_back(pool.handle, pool.token, [k, v], host_pages, device_pages,
+                                first_buffer=2 * layer, page_size=64, index_unit="page")
+    """
+    options = _changed(2, page_size, index_unit, backend, num_blocks, prefer)
+    if first_buffer != 0:
+        options["first_buffer"] = first_buffer
+    _kvio.write_back(handle, token, _as_list(src), dst_indices, src_indices, **options)
+
+
+def restore(
+    handle: int,
+    token: torch.Tensor,
+    dst: torch.Tensor | Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    """Copy rows out of a host pool that is named by its handle; see :func:`write_back`.
+
+    ``dst[i][dst_indices] = pool[first_buffer + i][src_indices]``, every ``i``. ``dst`` is marked as
+    written, so what stands behind the call in a graph reads the new rows.
+
+    Example::
+
+        for layer, (k, v) in enumerate(device_layers):  # inside a compiled function
+            sgl_kvio.restore(pool.handle, pool.token, [k, v], device_slots, host_slots,
+                             first_buffer=2 * layer)
+            x = attention(x, k, v)
+    """
+    options = _changed(2, page_size, index_unit, backend, num_blocks, prefer)
+    if first_buffer != 0:
+        options["first_buffer"] = first_buffer
+    _kvio.restore(handle, token, _as_list(dst), dst_indices, src_indices, **options)
 
 
 def memcpy_batch(
@@ -411,6 +541,186 @@ def copy_planned(
     )
 
 
+LayerBuffers = torch.Tensor | Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
+
+
+def layer_flags(num_layers: int, device: torch.device | str | int) -> torch.Tensor:
+    """The flags of loads of up to ``num_layers`` layers, for :func:`load_layers`.
+
+    An int64 tensor ``[2, num_layers]`` of zeros on ``device``, which is where the device pool is.
+    ``flags[0, i]`` is the newest epoch whose rows of layer ``i`` are in place; row 1 belongs to
+    loads in flight. Loads with one tensor have to follow each other: on one stream, or ordered by
+    events.
+    """
+    return torch.zeros(2, num_layers, dtype=torch.int64, device=device)
+
+
+def load_layers(
+    dst: LayerBuffers,
+    src: LayerBuffers,
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    flags: torch.Tensor,
+    epoch: torch.Tensor | int,
+    *,
+    row_ndim: int = 2,
+    page_size: int = 1,
+    index_unit: str = "token",
+    num_blocks: int = 0,
+) -> None:
+    """Restore the same rows of every layer, layer by layer, in one launch that says how far it is.
+
+    What :func:`transfer` does for one layer, for all of them in order: layer ``i``'s flag is raised
+    to ``epoch`` as soon as all its rows are in place, and :func:`wait_layer` waits for that on the
+    stream of those who read it. One launch costs the CPU what a one-layer :func:`transfer` does,
+    and between two layers the link does not pause.
+
+    Args:
+        dst: The device pool, in one of two forms. Stacked: a tensor ``[layers, slots, *row]`` or
+            ``[layers, pages, page_size, *row]``, or a list of one for each buffer of a layer (K,
+            V); any strides, which may differ between buffers. Or a list of layers, each the list of
+            its buffers as :func:`transfer` takes them (``HostKVPool.layers()``): then buffer ``j``
+            has the same dtype, shape and strides in every layer. Stacked pools cost less: every
+            tensor of a list adds a quarter of a microsecond. At most 16 buffers a layer, of at most
+            4 row shapes.
+        src: The host pool (or a pool on the same GPU), in the form of ``dst``, or in the other one.
+            ``HostKVPool.stacked()`` gives a pool's layers stacked, whatever its layout.
+        dst_indices, src_indices, row_ndim, page_size, index_unit, num_blocks: as in
+            :func:`transfer`; all layers have the same.
+        flags: Of :func:`layer_flags`, on the device of ``dst``, at least as many columns as layers.
+        epoch: Which load it is: a number that grows from load to load on these flags, 1 or more.
+            Either an int, or an int64 tensor of one entry on the device of ``flags``, which is read
+            when the load begins to run. A CUDA graph needs the tensor, grown within the graph, on
+            the stream that the load's stream and its readers both come from.
+
+    Stream contract: as :func:`transfer`. The load runs on the caller's current stream; give it a
+    side stream that waits for the current one, as for any transfer beside a forward pass. Enqueue
+    it before the waits for it: a wait that is enqueued first, on a stream that the load has to
+    wait for, is one for something that cannot begin. Ordering after the whole load by an event
+    works too, and the next load with the same flags, or a change of ``epoch``'s tensor, needs that
+    or a wait for the last layer.
+
+    While a CUDA graph is being captured: indices on the GPU and an epoch in a tensor, both read at
+    every replay. Faults are as in :func:`transfer`; a row that is not moved keeps no flag down, and
+    an epoch that is not above its flag raises from the next call or :func:`check`. On the CPU the
+    layers are in place on return.
+
+    Raises:
+        RuntimeError: any argument that does not fit, host memory that is not page-locked, a host
+            pool as ``dst`` of a GPU call, or a fault that an earlier call left.
+
+    Example::
+
+        flags = sgl_kvio.layer_flags(len(blocks), "cuda")
+        side = torch.cuda.Stream()
+        for epoch, request in enumerate(requests, 1):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                sgl_kvio.load_layers([k, v], pool.stacked(), to, of, flags, epoch)
+            for i, block in enumerate(blocks):
+                sgl_kvio.wait_layer(flags, i, epoch)
+                hidden = block(hidden, k[i], v[i])
+
+    In a CUDA graph ``epoch`` is a tensor, and the capture begins with ``epoch.add_(1)``.
+    """
+    options = _changed(row_ndim, page_size, index_unit, "auto", num_blocks, "throughput")
+    targets, num_layers = _by_layer(dst)
+    sources, num_source_layers = _by_layer(src)
+    if num_layers != num_source_layers:
+        targets, num_layers = _listed(targets, num_layers)
+        sources, num_source_layers = _listed(sources, num_source_layers)
+        if num_layers != num_source_layers:
+            raise RuntimeError(
+                f"kvio::load_layers: src has {num_source_layers} layers but dst has {num_layers};"
+                " it needs equal numbers"
+            )
+    if num_layers:
+        options["num_layers"] = num_layers
+    # The overload by name: looking for the one that fits costs 10 us.
+    if isinstance(epoch, torch.Tensor):
+        op = _kvio.load_layers.default
+    else:
+        op = _kvio.load_layers.int
+    op(targets, sources, dst_indices, src_indices, flags, epoch, **options)
+
+
+def _by_layer(buffers: LayerBuffers) -> tuple[list[torch.Tensor], int]:
+    """Tensors as the op takes them, and the number of layers they are listed by, 0 for stacked."""
+    if isinstance(buffers, torch.Tensor):
+        return [buffers], 0
+    layers: list[Any] = buffers if isinstance(buffers, list) else list(buffers)
+    if not layers or isinstance(layers[0], torch.Tensor):
+        return layers, 0
+    for i, layer in enumerate(layers):
+        if len(layer) != len(layers[0]):
+            raise RuntimeError(
+                f"kvio::load_layers: layer {i} has {len(layer)} buffers but layer 0 has"
+                f" {len(layers[0])}; it needs as many for every layer"
+            )
+    return [buffer for layer in layers for buffer in layer], len(layers)
+
+
+def _listed(buffers: list[torch.Tensor], num_layers: int) -> tuple[list[torch.Tensor], int]:
+    """The same by layer, where it was stacked."""
+    if num_layers:
+        return buffers, num_layers
+    layers = list(zip(*(buffer.unbind(0) for buffer in buffers), strict=True))
+    return [buffer for layer in layers for buffer in layer], len(layers)
+
+
+def wait_layer(
+    flags: torch.Tensor,
+    layer: int,
+    epoch: torch.Tensor | int,
+    after: torch.Tensor | Sequence[torch.Tensor] = (),
+    *,
+    timeout_ms: int = 60000,
+) -> None:
+    """Hold the caller's current stream until ``layer`` of load ``epoch`` is in place.
+
+    Args:
+        flags, epoch: as in :func:`load_layers`. An epoch that a later load has reached counts as
+            reached, and 0 or less as there from the start: so model code may wait in every forward
+            pass, with 0 or an epoch that stands still where nothing was loaded.
+        layer: which layer, from 0.
+        after: what the code that reads the layer's rows takes besides them: page table, slots,
+            queries. Nothing happens to these tensors, but the schema says that they are written, so
+            that a compiler puts nothing that uses them before the wait. Needed wherever
+            ``torch.compile`` or ``torch.export`` sees the call; everything that reads the rows has
+            to take one of them. The pools do not belong here: functionalization would clone them,
+            before the wait. Eagerly they change nothing and may be left out.
+        timeout_ms: how long to wait at most, on a GPU. A wait that gives up leaves a fault, which
+            the next call or :func:`check` raises, instead of a stream that hangs for good.
+
+    Stream contract: one thread of the caller's current stream polls the flag; the host never waits.
+    :func:`load_layers` must have been enqueued before, on another stream or the same one. What is
+    enqueued behind the wait sees the layer's rows. Any number of streams may wait for a layer. The
+    waiting thread occupies one warp of one SM, which leaves room for the load on the others.
+
+    While a CUDA graph is being captured ``epoch`` has to be a tensor, which is read at every
+    replay: an int would be reached for good after the first one. With
+    ``torch.compile(mode="reduce-overhead")``, ``flags``, ``epoch`` and the pools need addresses
+    that stay (``torch._dynamo.mark_static_address``, or buffers of a module), as it copies other
+    inputs; so does an input of the function that stands in ``after`` (or pass a copy made in the
+    function), as it makes no graph of one that writes to others. An int epoch is symbolic in a
+    compiled function.
+
+    On the CPU loads are over when they return: there it only looks.
+
+    Raises:
+        RuntimeError: any argument that does not fit, a fault that an earlier call left, or on the
+            CPU a layer that is not in place.
+
+    Example::
+
+        sgl_kvio.wait_layer(flags, i, epoch, after=[query, page_table])
+        out = paged_attention(query, k[i], v[i], page_table)
+    """
+    options = {} if timeout_ms == 60000 else {"timeout_ms": timeout_ms}
+    op = _kvio.wait_layer.default if isinstance(epoch, torch.Tensor) else _kvio.wait_layer.int
+    op(flags, layer, epoch, _as_list(after), **options)
+
+
 def host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
     """Page-lock the bytes of a contiguous CPU tensor, so that GPU kernels may use them.
 
@@ -451,37 +761,51 @@ def take_fault(device_index: int = -1) -> list[int]:
     ``op`` is 1 for ``dst_indices`` and 2 for ``src_indices`` of ``transfer``, 3 and 4 for those of
     ``transfer_staged``; 5 to 10 for ``top_k_tokens``, ``host_cache_locs``, ``device_buffer_locs``,
     ``lru_slots``, ``req_pool_indices`` and ``device_locs`` of ``swap_in``; 11 for ``miss_src`` and
-    12 for ``miss_dst`` of ``copy_planned``. A position in a 2-D argument is
-    ``row * 2**32 + column``. Only kernels that have finished are seen; synchronize first, or use
-    :func:`check`.
+    12 for ``miss_dst`` of ``copy_planned``; 13 to 16 for ``dst_indices`` and ``src_indices`` of
+    ``write_back`` and of ``restore``; 17 to 19 for ``dst_indices``, ``src_indices`` and ``epoch``
+    of ``load_layers``; 20 for ``flags`` of ``wait_layer``. A position in a 2-D argument is
+    ``row * 2**32 + column``. Values have to be below ``limit``, those of 19 and 20 at least
+    ``limit``. Only kernels that have finished are seen; synchronize first, or use :func:`check`.
     """
     return list(_kvio.take_fault(device_index))
 
 
 _NOT_MOVED = "That row was not moved; the others were"
 _NO_LOCATION = "What it was needed for yields -1; the rest was served"
-# Op, argument, whether it is 2-D, and what became of it; number 1 first. As fault_subject.cpp.
+_PASSED = "Waits for that epoch may have passed before its rows were in place"
+_GAVE_UP = "It gave up after timeout_ms, and what follows it read rows that were not in place"
+# Op, argument, whether it is 2-D, what became of it, and whether the limit is the least value that
+# would do; number 1 first. As fault_subject.cpp.
 _FAULTS = (
-    ("transfer", "dst_indices", False, _NOT_MOVED),
-    ("transfer", "src_indices", False, _NOT_MOVED),
-    ("transfer_staged", "dst_indices", False, _NOT_MOVED),
-    ("transfer_staged", "src_indices", False, _NOT_MOVED),
-    ("swap_in", "top_k_tokens", True, _NO_LOCATION),
-    ("swap_in", "host_cache_locs", True, _NO_LOCATION),
-    ("swap_in", "device_buffer_locs", True, _NO_LOCATION),
-    ("swap_in", "lru_slots", True, "That slot is not given away; the rest was served"),
-    ("swap_in", "req_pool_indices", False, _NO_LOCATION),
-    ("swap_in", "device_locs", True, _NO_LOCATION),
-    ("copy_planned", "miss_src", True, _NOT_MOVED),
-    ("copy_planned", "miss_dst", True, _NOT_MOVED),
+    ("transfer", "dst_indices", False, _NOT_MOVED, False),
+    ("transfer", "src_indices", False, _NOT_MOVED, False),
+    ("transfer_staged", "dst_indices", False, _NOT_MOVED, False),
+    ("transfer_staged", "src_indices", False, _NOT_MOVED, False),
+    ("swap_in", "top_k_tokens", True, _NO_LOCATION, False),
+    ("swap_in", "host_cache_locs", True, _NO_LOCATION, False),
+    ("swap_in", "device_buffer_locs", True, _NO_LOCATION, False),
+    ("swap_in", "lru_slots", True, "That slot is not given away; the rest was served", False),
+    ("swap_in", "req_pool_indices", False, _NO_LOCATION, False),
+    ("swap_in", "device_locs", True, _NO_LOCATION, False),
+    ("copy_planned", "miss_src", True, _NOT_MOVED, False),
+    ("copy_planned", "miss_dst", True, _NOT_MOVED, False),
+    ("write_back", "dst_indices", False, _NOT_MOVED, False),
+    ("write_back", "src_indices", False, _NOT_MOVED, False),
+    ("restore", "dst_indices", False, _NOT_MOVED, False),
+    ("restore", "src_indices", False, _NOT_MOVED, False),
+    ("load_layers", "dst_indices", False, _NOT_MOVED, False),
+    ("load_layers", "src_indices", False, _NOT_MOVED, False),
+    ("load_layers", "epoch", False, _PASSED, True),
+    ("wait_layer", "flags", True, _GAVE_UP, True),
 )
 
 
 def _fault_text(index: int, op: int, position: int, value: int, limit: int) -> str:
-    name, argument, is_matrix, consequence = _FAULTS[op - 1]
+    name, argument, is_matrix, consequence, is_too_old = _FAULTS[op - 1]
     place = f"{position >> 32}, {position & 0xFFFFFFFF}" if is_matrix else str(position)
+    need = f"{limit} or more" if is_too_old else f"0 to {limit - 1}"
     return (
-        f"kvio::{name}: on cuda:{index} {argument}[{place}] was {value}; it needs 0 to {limit - 1}."
+        f"kvio::{name}: on cuda:{index} {argument}[{place}] was {value}; it needs {need}."
         f" {consequence}"
     )
 
@@ -653,6 +977,55 @@ def _fake_explain_staged(
     return "pages: unknown while tracing\n"
 
 
+def _fake_register_pool(
+    buffers: Sequence[torch.Tensor], *, row_ndim: int = 2, handle: int = 0
+) -> int:
+    raise RuntimeError(
+        "kvio::register_pool: a handle is known only at run time; call it outside the graph"
+    )
+
+
+def _fake_unregister_pool(handle: int) -> None:
+    raise RuntimeError(
+        "kvio::unregister_pool: changes the process, not a tensor; call it outside the graph"
+    )
+
+
+def _fake_write_back(
+    handle: int,
+    token: torch.Tensor,
+    src: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    # Not the handle: a program may be traced where the pool is not.
+    _refuse_mixed_meta("write_back", [token, *src, dst_indices, src_indices])
+
+
+def _fake_restore(
+    handle: int,
+    token: torch.Tensor,
+    dst: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    *,
+    first_buffer: int = 0,
+    page_size: int = 1,
+    index_unit: str = "token",
+    backend: str = "auto",
+    num_blocks: int = 0,
+    prefer: str = "throughput",
+) -> None:
+    _refuse_mixed_meta("restore", [token, *dst, dst_indices, src_indices])
+
+
 def _fake_memcpy_batch(
     dst: Sequence[torch.Tensor],
     src: Sequence[torch.Tensor],
@@ -707,6 +1080,42 @@ def _fake_copy_planned(
 ) -> None:
     plan = [miss_src, miss_dst, miss_count, num_real_reqs]
     _refuse_mixed_meta("copy_planned", [*host_cache, *device_buffer, *plan])
+
+
+def _fake_load_layers(
+    dst: Sequence[torch.Tensor],
+    src: Sequence[torch.Tensor],
+    dst_indices: torch.Tensor,
+    src_indices: torch.Tensor,
+    flags: torch.Tensor,
+    epoch: torch.Tensor | int,
+    *,
+    num_layers: int = 0,
+    row_ndim: int = 2,
+    page_size: int = 1,
+    index_unit: str = "token",
+    num_blocks: int = 0,
+) -> None:
+    given = [epoch] if isinstance(epoch, torch.Tensor) else []
+    _refuse_mixed_meta("load_layers", [*dst, *src, dst_indices, src_indices, flags, *given])
+
+
+def _fake_wait_layer(
+    flags: torch.Tensor,
+    layer: int,
+    epoch: torch.Tensor | int,
+    after: Sequence[torch.Tensor],
+    *,
+    timeout_ms: int = 60000,
+) -> None:
+    given = [epoch] if isinstance(epoch, torch.Tensor) else []
+    _refuse_mixed_meta("wait_layer", [flags, *given])
+    if not after:
+        raise RuntimeError(
+            "kvio::wait_layer: after is empty while the call is being traced, so that a compiler"
+            " would drop the wait; it needs what the code that reads the layer takes besides its"
+            " rows, such as slots or queries"
+        )
 
 
 def _fake_host_register(tensor: torch.Tensor, chunk_bytes: int = 0, device_index: int = -1) -> None:
@@ -772,9 +1181,17 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "transfer": _fake_transfer,
     "transfer_staged": _fake_transfer_staged,
     "explain_staged": _fake_explain_staged,
+    "register_pool": _fake_register_pool,
+    "unregister_pool": _fake_unregister_pool,
+    "write_back": _fake_write_back,
+    "restore": _fake_restore,
     "memcpy_batch": _fake_memcpy_batch,
     "swap_in": _fake_swap_in,
     "copy_planned": _fake_copy_planned,
+    "load_layers": _fake_load_layers,
+    "load_layers.int": _fake_load_layers,
+    "wait_layer": _fake_wait_layer,
+    "wait_layer.int": _fake_wait_layer,
     "host_register": _fake_host_register,
     "host_unregister": _fake_host_unregister,
     "device_pointer": _fake_device_pointer,

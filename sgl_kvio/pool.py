@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NoReturn, SupportsIndex
 
 import torch
 
-from sgl_kvio import layouts
+from sgl_kvio import layouts, ops
 from sgl_kvio.memory import (
     CHUNK_ENV,
     HostMemory,
@@ -55,6 +56,8 @@ class HostKVPool:
             or 256 GiB.
         memory_limit_bytes: stands in for the system's MemAvailable; a cgroup's limit still holds.
         reserve_bytes: host memory to leave free; None keeps min(2 GiB, 5% of the total).
+        handle: the number by which graphs name the pool, 1 to 2**32 - 1; None chooses one. See
+            the property ``handle``.
 
     Memory is exact in size, zeroed, starts at a 2 MiB boundary, asks for huge pages and prefers
     the GPU's NUMA node. Views have rows of ``row_ndim=2`` dims and go straight into
@@ -102,12 +105,14 @@ class HostKVPool:
         chunk_bytes: int | None = None,
         memory_limit_bytes: int | None = None,
         reserve_bytes: int | None = None,
+        handle: int | None = None,
     ) -> None:
         self._lock = threading.Lock()
         self._memories: list[HostMemory] = []
         self._staging: dict[tuple[torch.device, int], torch.Tensor] = {}
         self._staging_lock = threading.Lock()
         self._closed = False
+        self._drop_handle: weakref.finalize | None = None
         self._layout = layouts.find_layout(kind, layout)
         self._geometry = layouts.make_geometry(
             self._layout,
@@ -126,8 +131,15 @@ class HostKVPool:
         self._tensor_nbytes = [math.prod(shape) * dtype.itemsize for shape in shapes]
         check_fits(self.nbytes, memory_limits(memory_limit_bytes, reserve_bytes))
         chunks = self._registration_chunks(chunk_bytes)
+        number = 0
+        if handle is not None:
+            number = layouts.checked_int("HostKVPool: handle", handle, 1, 2**32 - 1)
         try:
             self._allocate(shapes, chunks)
+            self._handle = ops.register_pool(self.all_layers(), handle=number)
+            # A finalizer, because the registry's views would keep the memory of a pool that nobody
+            # closed.
+            self._drop_handle = weakref.finalize(self, ops.unregister_pool, self._handle)
         except BaseException:
             self.close()
             raise
@@ -160,6 +172,8 @@ class HostKVPool:
                 for memory, shape in zip(self._memories, shapes, strict=True)
             )
             self._layers = self._layout.layer_views(self._tensors)
+            self._token = _make_token(self._device)
+            self._stacked = self._layout.stacked_views(self._tensors)
             # Free pages: ascending ids from _cursor on, and those freed since the last sort.
             self._sorted = torch.arange(self.num_pages, dtype=torch.int64, device="cpu")
             self._cursor = 0
@@ -275,6 +289,40 @@ class HostKVPool:
         """The views of all layers in one flat list: K0, V0, K1, V1, ..."""
         self._check_open()
         return [buffer for buffers in self._layers for buffer in buffers]
+
+    @property
+    def handle(self) -> int:
+        """The pool's name for ``write_back`` and ``restore``: a number that compilers cannot clone.
+
+        Its buffers are those of ``all_layers()``, in that order. A handle that the pool chose is
+        never given out again and means nothing in another process; a graph that outlives the
+        process (``torch.export``, AOTInductor), in which it is a constant, needs a pool made with
+        a ``handle`` of your own. Closed with the pool: calls that name it raise then.
+
+        Raises ValueError after ``close()``.
+
+        Example: ``sgl_kvio.restore(pool.handle, pool.token, [k, v], device_slots, host_slots)``
+        """
+        self._check_open()
+        return self._handle
+
+    @property
+    def token(self) -> torch.Tensor:
+        """What orders the calls on ``handle`` inside a graph: one byte, on the pool's device.
+
+        No kernel reads or writes it; see ``write_back``. Raises ValueError after ``close()``.
+        """
+        self._check_open()
+        return self._token
+
+    def stacked(self) -> list[torch.Tensor]:
+        """A view for each buffer of a layer (K, V), of all layers, as ``load_layers`` takes them.
+
+        ``[layers, slots, heads, dim]``, or ``[layers, pages, page_size, heads, dim]`` where
+        ``layer(i)`` is paged: entry ``i`` of the first dimension is a buffer of ``layer(i)``.
+        """
+        self._check_open()
+        return list(self._stacked)
 
     def page_bytes(self, page: int) -> tuple[memoryview, ...]:
         """The contiguous writable byte ranges that together are one page, without a copy.
@@ -501,16 +549,21 @@ class HostKVPool:
         """
         with self._lock:
             self._closed = True
-            self._tensors, self._layers = (), []
+            self._tensors, self._layers, self._stacked = (), [], []
             memories, self._memories = self._memories, []
         error: BaseException | None = None
-        for release in [self._drop_staging, *(memory.close for memory in reversed(memories))]:
+        closes = [memory.close for memory in reversed(memories)]
+        for release in [self._close_handle, self._drop_staging, *closes]:
             try:
                 release()
             except Exception as failed:
                 error = error or failed
         if error is not None:
             raise error
+
+    def _close_handle(self) -> None:
+        if self._drop_handle is not None:
+            self._drop_handle()
 
     def _drop_staging(self) -> None:
         with self._staging_lock:
@@ -610,6 +663,10 @@ def _checked_device(where: str, device: torch.device | str | int) -> torch.devic
     if index >= count:
         raise ValueError(f"{where}: device got {device!r}; this process has {count} CUDA devices")
     return torch.device("cuda", index)
+
+
+def _make_token(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8, device=device)
 
 
 def _staging_buffer(device: torch.device, nbytes: int) -> torch.Tensor:

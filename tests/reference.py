@@ -57,6 +57,19 @@ needs_bulk_copies = pytest.mark.skipif(
 )
 
 
+def kernels_of_two_streams_run_side_by_side() -> bool:
+    """On a GPU. Not so under a tool that checks every kernel by itself."""
+    slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(slow):
+        torch.cuda._sleep(800_000_000)
+    with torch.cuda.stream(fast):
+        torch.zeros(1, device="cuda")
+    fast.synchronize()
+    side_by_side = not slow.query()
+    torch.cuda.synchronize()
+    return side_by_side
+
+
 def synchronize() -> None:
     """Waits for every GPU: a host pool says nothing about which one wrote it."""
     if torch.cuda.is_initialized():

@@ -390,13 +390,13 @@ def test_swap_in_measures_the_sections_that_it_is_told_to(tmp_path: Path) -> Non
     assert result["records"] == []
 
 
-def run_swap_in_program(program: str) -> subprocess.CompletedProcess[str]:
+def run_bench_program(program: str) -> subprocess.CompletedProcess[str]:
     """Runs lines of Python that may import the modules of bench/."""
     return run_python("-c", f"import sys\nsys.path.insert(0, {str(BENCH)!r})\n{program}")
 
 
 def test_swap_in_sets_every_promised_figure_beside_its_floor() -> None:
-    done = run_swap_in_program("""
+    done = run_bench_program("""
 import json
 import torch
 import swap_in as bench
@@ -436,7 +436,7 @@ def swap_in(top_k, *rest, **options):
     for name, patch in (("bytes", wrong_bytes), ("count", wrong_count)):
         out = tmp_path / f"{name}.json"
         arguments = [*TINY, "--sections", "ways", "--out", str(out)]
-        done = run_swap_in_program(f"""
+        done = run_bench_program(f"""
 import sgl_kvio
 whole = sgl_kvio.swap_in
 {patch}
@@ -452,10 +452,119 @@ sys.exit(swap_in.main({arguments!r}))
         assert result["mismatches"]
 
 
+# ----------------------------------------------------------------------------------- load_layers
+
+
+@pytest.fixture(scope="module")
+def load_layers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_bench("load_layers", tmp_path_factory.mktemp("load_layers"))
+
+
+LOAD_WAYS = {"load_layers", "load_layers, lists", "transfer a layer"}
+
+
+def test_load_layers_stands_beside_one_transfer_a_layer(load_layers: dict[str, Any]) -> None:
+    assert load_layers["mismatches"] == load_layers["refused"] == load_layers["skipped"] == []
+    cells: dict[int, set[str]] = {}
+    for record in records_of(load_layers, "tokens"):
+        cells.setdefault(record["tokens"], set()).add(record["way"])
+    assert len(cells) >= 2
+    assert all(ways == LOAD_WAYS for ways in cells.values())
+    rows = records_of(load_layers, "rows")
+    places = {(record["row_bytes"], record["layout"], record["pattern"]) for record in rows}
+    assert len(rows) == 2 * len(places)
+    assert {layout for _, layout, _ in places} == {
+        "layer_first",
+        "page_first",
+        "page_first_direct",
+    }
+
+
+def test_load_layers_times_layer_0_the_last_layer_and_every_byte(
+    load_layers: dict[str, Any],
+) -> None:
+    ceiling = load_layers["ceilings"]["H2D"]["gbps_median"]
+    for record in load_layers["records"]:
+        assert 0 < record["us_layer_0"] <= record["us_last"] < math.inf
+        assert 0 < record["gbps_min"] <= record["gbps_median"] <= record["gbps_max"] < math.inf
+        row = record["row_bytes"] * record["buffers"] * record["pool_layers"]
+        rate = record["tokens"] * row / (record["us_per_call"] * 1e3)
+        assert record["gbps_median"] == pytest.approx(rate, rel=1e-3)
+        assert record["ratio"] == pytest.approx(record["gbps_median"] / ceiling, rel=1e-4)
+
+
+def test_load_layers_times_loads_and_waits_on_the_host(load_layers: dict[str, Any]) -> None:
+    assert {cost["way"] for cost in load_layers["call_costs"]} == LOAD_WAYS
+    for cost in load_layers["call_costs"]:
+        assert cost["load"]["cpu_us_median"] > 0
+        assert cost["waits"]["cpu_us_median"] > 0
+
+
+def test_load_layers_measures_the_sections_that_it_is_told_to(tmp_path: Path) -> None:
+    result = run_bench("load_layers", tmp_path, "--sections", "cpu")
+    assert result["sections"] == ["cpu"]
+    assert result["call_costs"]
+    assert result["records"] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "whole(dst, src, at[:-1], frm[:-1], flags, epoch, **options)",
+        "whole([d[:-1] for d in dst], [s[:-1] for s in src], at, frm, flags, epoch, **options)",
+    ],
+    ids=["a row", "a layer"],
+)
+def test_load_layers_fails_when_a_row_or_a_layer_stays_away(wrong: str, tmp_path: Path) -> None:
+    out = tmp_path / "wrong.json"
+    arguments = [*TINY, "--sections", "tokens", "--out", str(out)]
+    done = run_bench_program(f"""
+import sgl_kvio
+whole = sgl_kvio.load_layers
+def load_layers(dst, src, at, frm, flags, epoch, **options):
+    {wrong}
+    flags[0] = epoch
+sgl_kvio.load_layers = load_layers
+import load_layers
+sys.exit(load_layers.main({arguments!r}))
+""")
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert {record["way"] for record in result["mismatches"]} == LOAD_WAYS - {"transfer a layer"}
+    assert {record["way"] for record in result["records"]} == {"transfer a layer"}
+
+
+def test_load_layers_sets_every_promised_figure_beside_one_launch_a_layer() -> None:
+    done = run_bench_program("""
+import json
+import torch
+import load_layers as bench
+from common import MIB, Arena, measure_ceilings
+from jobs import Recorder
+from dataclasses import replace
+cpu = torch.device("cpu")
+arena = Arena(cpu, 8 * MIB)
+ceilings = measure_ceilings(cpu, MIB)
+run = Recorder(arena, ceilings=ceilings, bytes_per_repeat=MIB, budget_s=60, seed=1)
+class Options:
+    mode, device = "targets", cpu
+bench.TRANSFER = replace(bench.TRANSFER, backend="cpu")
+verdicts = bench.measure_targets(bench.Bench(run, bench.sizes_for(Options, arena)))
+print(json.dumps(verdicts))
+""")
+    assert done.returncode == 0, done.stdout + done.stderr
+    verdicts = json.loads(done.stdout.splitlines()[-1])
+    assert verdicts[0]["target"] == 15
+    assert len(verdicts) == 1 + 3 * 2
+    assert all(item["value"] > 0 for item in verdicts)
+
+
 # ------------------------------------------------------------------------------- all of them
 
 
-@pytest.mark.parametrize("name", ["crossover", "interference", "write_back", "swap_in"])
+@pytest.mark.parametrize(
+    "name", ["crossover", "interference", "write_back", "swap_in", "load_layers"]
+)
 def test_every_result_is_drawn_and_names_none_of_its_folders(
     name: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -504,6 +613,8 @@ sys.exit({name}.main({[*TINY, "--out", str(out)]!r}))
         ("write_back", ["--targets"], "needs a GPU"),
         ("swap_in", ["--sections", "rows,magic"], "magic"),
         ("swap_in", ["--targets"], "needs a GPU"),
+        ("load_layers", ["--sections", "tokens,magic"], "magic"),
+        ("load_layers", ["--targets"], "needs a GPU"),
         ("interference", ["--rounds", "2"], "--rounds"),
     ],
 )

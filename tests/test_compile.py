@@ -76,16 +76,20 @@ def make_arguments(device="cpu"):
 
 
 def check_compiled(function, backend, arguments, **options):
-    """Compiled and eager runs return the same and leave every argument the same."""
+    """Two compiled and two eager runs return the same and leave every argument the same."""
     torch._dynamo.reset()
-    twins = [t.clone() for t in arguments]
-    want = function(*twins)
     compiled = torch.compile(function, backend=backend, fullgraph=True, **options)
-    got = compiled(*arguments)
-    assert_same_bytes(got, want, "result")
-    for position, (argument, twin) in enumerate(zip(arguments, twins, strict=True)):
-        assert_same_bytes(argument, twin, f"argument {position}")
-    return compiled
+    check_twice(compiled, function, arguments)
+
+
+def check_twice(program, function, arguments):
+    """As check_compiled, of anything that was made of the function."""
+    twins = [t.clone() for t in arguments]
+    for _ in range(2):
+        want, got = function(*twins), program(*arguments)
+        assert_same_bytes(got, want, "result")
+        for position, (argument, twin) in enumerate(zip(arguments, twins, strict=True)):
+            assert_same_bytes(argument, twin, f"argument {position}")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)

@@ -14,6 +14,10 @@ src = [torch.zeros(8, 2, 4) for _ in range(2)]
 good, bad = torch.arange(4), torch.tensor([0, 1, 2, 99])
 
 
+host = sgl_kvio.register_pool(src)
+token = torch.zeros(1)
+
+
 def refused(call):
     try:
         call()
@@ -42,6 +46,9 @@ CALLS = {
     "transfer": lambda: sgl_kvio.transfer(dst, src, good, good),
     "transfer_refused": lambda: refused(lambda: sgl_kvio.transfer(dst, src, good, bad)),
     "transfer_lists": lambda: refused(lambda: sgl_kvio.transfer(dst, src[:1], good, good)),
+    "write_back": lambda: sgl_kvio.write_back(host, token, dst, good, good),
+    "restore_refused": lambda: refused(lambda: sgl_kvio.restore(host, token, dst, good, bad)),
+    "register_pool": lambda: sgl_kvio.unregister_pool(sgl_kvio.register_pool(dst)),
     "swap_in": lambda: swap_in(8),
     "swap_in_refused": lambda: refused(lambda: swap_in(5)),
     "copy_planned": lambda: sgl_kvio.copy_planned(src, dst, *plan.values(), i32(1)),
@@ -68,6 +75,9 @@ NAMES = [
     "transfer",
     "transfer_refused",
     "transfer_lists",
+    "write_back",
+    "restore_refused",
+    "register_pool",
     "memcpy_batch",
     "swap_in",
     "swap_in_refused",

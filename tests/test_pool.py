@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import sgl_kvio
 from sgl_kvio import HostKVPool, memory, ops
+from sgl_kvio import pool as pool_module
 
 KINDS = {
     "mha": ("layer_first", "page_first", "page_first_direct", "page_head"),
@@ -86,13 +87,29 @@ def test_layer_lists_agree_with_each_other(kind, layout):
             assert all(view.shape[:-2] == shape for view in buffers)
 
 
+@COMBINATIONS
+def test_stacked_views_hold_every_layer_at_its_place(kind, layout):
+    with make(kind, layout) as pool:
+        stacked = pool.stacked()
+        assert len(stacked) == len(pool.layer(0))
+        for i, buffers in enumerate(pool.layers()):
+            for view, buffer in zip(stacked, buffers, strict=True):
+                mine = view[i]
+                assert (mine.data_ptr(), mine.shape, mine.stride()) == (
+                    buffer.data_ptr(),
+                    buffer.shape,
+                    buffer.stride(),
+                )
+
+
 def test_changing_a_returned_list_does_not_change_the_pool():
     with make() as pool:
         pool.layers().clear()
+        pool.stacked().clear()
         pool.layers()[0].clear()
         pool.layer(0).clear()
         assert len(pool.layers()) == L
-        assert len(pool.layer(0)) == 2
+        assert len(pool.layer(0)) == len(pool.stacked()) == 2
 
 
 @COMBINATIONS
@@ -670,6 +687,7 @@ def calls_after_close(pool):
         lambda: pool.layer(0),
         pool.layers,
         pool.all_layers,
+        pool.stacked,
         lambda: pool.tensors,
         lambda: pool.page_bytes(0),
         lambda: pool.page_ranges(0),
@@ -760,6 +778,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(ops, "host_register", made.register)
     monkeypatch.setattr(ops, "host_unregister", made.unregister)
     monkeypatch.setattr(memory, "gpu_numa_node", lambda device_index: None)
+    monkeypatch.setattr(pool_module, "_make_token", lambda device: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

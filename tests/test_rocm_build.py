@@ -16,7 +16,14 @@ import torch
 ROOT = Path(__file__).parents[1]
 TARGETS = {"gfx90a": 0x3F, "gfx942": 0x4C, "gfx950": 0x4F}  # and their numbers in ELF flags
 AMDGPU = 224  # ELF machine
-KERNELS = ("register_copy", "swap_in_kernel", "copy_planned_kernel", "count_buckets")
+KERNELS = (
+    "register_copy",
+    "load_layers_kernel",
+    "wait_layer_kernel",
+    "swap_in_kernel",
+    "copy_planned_kernel",
+    "count_buckets",
+)
 
 pytestmark = pytest.mark.skipif(
     not (ROOT / "CMakeLists.txt").exists(), reason="not run from a source tree"
@@ -108,7 +115,7 @@ def kernels_of(code):
 
 def test_every_kernel_has_code_for_every_target(library):
     found = bundles(library)
-    assert len(found) == 4, "files with kernels"
+    assert len(found) == 5, "files with kernels"
     targets = set(found[0])
     assert {"gfx90a", "gfx942"} <= targets <= set(TARGETS)
     every = set()
@@ -239,9 +246,9 @@ def test_scattered_rows_are_moved_by_the_wave_copy(library, width, rows_at_once)
     kernels = [
         body
         for name, body in disassembly_of_gfx942(library).items()
-        if re.search(rf"register_copyILi{width}E", name)
+        if re.search(rf"(register_copy|load_layers_kernel)ILi{width}E", name)
     ]
-    assert len(kernels) == 2
+    assert len(kernels) == 4, "of few buffers and of many"
     of_stretches = 2 * 16 + 2 * 18 if width == 16 else 0
     for body in kernels:
         non_temporal = re.findall(r"global_load_dwordx4 .* nt\b", body)
@@ -267,7 +274,7 @@ def test_swap_in_copies_rows_by_the_wave_copy(library):
         for name, body in disassembly_of_gfx942(library).items()
         if re.search("swap_in_kernel|copy_planned_kernel", name)
     }
-    assert len(swap_in) == 2
+    assert len(swap_in) == 3
     for body in swap_in.values():
         non_temporal = re.findall(r"(\S+_(?:load|store)_\S+) .* nt\b", body)
         assert non_temporal == ["global_load_dwordx4"] * 7 * (4 + 3)

@@ -13,7 +13,14 @@ TRANSFER_OPTIONS = (
     'int num_blocks=0, str prefer="throughput"'
 )
 STAGED_OPTIONS = 'int page_size, int row_ndim=2, str index_unit="token", int num_blocks=0'
+POOL_OPTIONS = (
+    'int first_buffer=0, int page_size=1, str index_unit="token", str backend="auto", '
+    'int num_blocks=0, str prefer="throughput"'
+)
 SWAP_IN_OPTIONS = "bool skip_io=False, int row_ndim=2, int num_blocks=0"
+LOAD_OPTIONS = (
+    'int num_layers=0, int row_ndim=2, int page_size=1, str index_unit="token", int num_blocks=0'
+)
 SCHEMAS = {
     "transfer": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
     f"{TRANSFER_OPTIONS}) -> ()",
@@ -21,6 +28,12 @@ SCHEMAS = {
     f"Tensor(b!) staging, *, {STAGED_OPTIONS}) -> ()",
     "explain_staged": "(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, "
     f"Tensor staging, *, {STAGED_OPTIONS}) -> str",
+    "register_pool": "(Tensor[] buffers, *, int row_ndim=2, int handle=0) -> int",
+    "unregister_pool": "(int handle) -> ()",
+    "write_back": "(int handle, Tensor(a!) token, Tensor[] src, Tensor dst_indices, "
+    f"Tensor src_indices, *, {POOL_OPTIONS}) -> ()",
+    "restore": "(int handle, Tensor(a!) token, Tensor(b!)[] dst, Tensor dst_indices, "
+    f"Tensor src_indices, *, {POOL_OPTIONS}) -> ()",
     "memcpy_batch": "(Tensor(a!)[] dst, Tensor[] src, int[] dst_offsets, int[] src_offsets, "
     "int[] nbytes) -> ()",
     "swap_in": "(Tensor top_k_tokens, Tensor(a!) device_buffer_tokens, Tensor device_buffer_locs, "
@@ -31,6 +44,14 @@ SCHEMAS = {
     f"Tensor(g!)? miss_count=None, {SWAP_IN_OPTIONS}) -> ()",
     "copy_planned": "(Tensor[] host_cache, Tensor(a!)[] device_buffer, Tensor miss_src, "
     f"Tensor miss_dst, Tensor miss_count, Tensor num_real_reqs, *, {SWAP_IN_OPTIONS}) -> ()",
+    "load_layers": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, "
+    f"Tensor(b!) flags, Tensor epoch, *, {LOAD_OPTIONS}) -> ()",
+    "load_layers.int": "(Tensor(a!)[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, "
+    f"Tensor(b!) flags, SymInt epoch, *, {LOAD_OPTIONS}) -> ()",
+    "wait_layer": "(Tensor flags, int layer, Tensor epoch, Tensor(a!)[] after, *, "
+    "int timeout_ms=60000) -> ()",
+    "wait_layer.int": "(Tensor flags, int layer, SymInt epoch, Tensor(a!)[] after, *, "
+    "int timeout_ms=60000) -> ()",
     "host_register": "(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()",
     "host_unregister": "(Tensor(a!) tensor, int device_index=-1) -> ()",
     "device_pointer": "(Tensor tensor, int device_index=-1) -> int",
@@ -45,6 +66,8 @@ SCHEMAS = {
 MUTATED = {
     "transfer": ["dst"],
     "transfer_staged": ["dst", "staging"],
+    "write_back": ["token"],
+    "restore": ["token", "dst"],
     "memcpy_batch": ["dst"],
     "swap_in": [
         "device_buffer_tokens",
@@ -56,13 +79,18 @@ MUTATED = {
         "miss_count",
     ],
     "copy_planned": ["device_buffer"],
+    "load_layers": ["dst", "flags"],
+    "load_layers.int": ["dst", "flags"],
+    "wait_layer": ["after"],
+    "wait_layer.int": ["after"],
     "host_register": ["tensor"],
     "host_unregister": ["tensor"],
 }
 
 
 def schema_of(op):
-    return getattr(torch.ops.kvio, op).default._schema
+    name, _, overload = op.partition(".")
+    return getattr(getattr(torch.ops.kvio, name), overload or "default")._schema
 
 
 @pytest.mark.parametrize("op", SCHEMAS)
@@ -83,7 +111,7 @@ def test_exactly_the_written_arguments_are_marked(op):
 
 def test_no_op_is_without_a_published_schema():
     registered = {
-        name.removeprefix("kvio::").split(".")[0]
+        name.removeprefix("kvio::")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("kvio::")
     }
@@ -114,7 +142,19 @@ def test_fake_kernel_takes_what_the_schema_says(op):
 
 
 def test_the_python_functions_take_the_schemas_arguments():
-    for op in ("transfer", "memcpy_batch", "explain", "swap_in", "copy_planned"):
+    for op in (
+        "transfer",
+        "transfer_staged",
+        "explain_staged",
+        "memcpy_batch",
+        "explain",
+        "swap_in",
+        "copy_planned",
+        "register_pool",
+        "unregister_pool",
+        "write_back",
+        "restore",
+    ):
         parameters = inspect.signature(getattr(sgl_kvio, op)).parameters
         arguments = {a.name: a for a in schema_of(op).arguments}
         assert list(parameters) == list(arguments), op
@@ -181,6 +221,39 @@ def test_opcheck_passes_on_memcpy_batch():
     torch.library.opcheck(op, ([], [], [], [], []))
 
 
+def check_ops_on_a_handle(device="cpu"):
+    host = [cases.contiguous_pool((8, 2, 4), torch.int32, seed) for seed in (0, 1)]
+    rows = [cases.contiguous_pool((8, 2, 4), torch.int32, seed).to(device) for seed in (2, 3)]
+    if device != "cpu":
+        host = [buffer.pin_memory() for buffer in host]
+    at, frm = (torch.tensor(entries, device=device) for entries in ([3, 1], [0, 7]))
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    handle = sgl_kvio.register_pool(host)
+    pages = {"page_size": 2, "index_unit": "page", "num_blocks": 1, "prefer": "quiet"}
+    for op in (torch.ops.kvio.write_back.default, torch.ops.kvio.restore.default):
+        torch.library.opcheck(op, (handle, token, rows, at, frm))
+        torch.library.opcheck(op, (handle, token, rows[:1], at, frm), {"first_buffer": 1})
+        torch.library.opcheck(op, (handle, token, rows, at // 2, frm // 2), pages)
+        torch.library.opcheck(op, (handle, token, [], at, frm))
+    if device != "cpu":
+        torch.cuda.synchronize()
+    sgl_kvio.unregister_pool(handle)
+
+
+def test_opcheck_passes_on_write_back_and_restore():
+    check_ops_on_a_handle()
+
+
+def test_opcheck_passes_on_the_registry():
+    checks = ["test_schema", "test_autograd_registration"]
+    buffers = [torch.zeros(8, 2, 4)]
+    torch.library.opcheck(torch.ops.kvio.register_pool.default, (buffers,), test_utils=checks)
+    # Each check runs the op, which a handle lives through once.
+    for check in checks:
+        handle = sgl_kvio.register_pool(buffers)
+        torch.library.opcheck(torch.ops.kvio.unregister_pool.default, (handle,), test_utils=check)
+
+
 @pytest.mark.parametrize("unit", ["page", "token"])
 def test_opcheck_passes_on_transfer_staged(unit):
     """Alone, contiguous pools: an earlier op of the same graph may be given clones of its views."""
@@ -221,6 +294,10 @@ def test_what_only_the_run_knows_is_never_baked_into_a_graph():
             torch.ops.kvio.get_rates()
         with pytest.raises(RuntimeError, match=r"kvio::copy_round: .*outside"):
             torch.ops.kvio.copy_round(576, 4)
+        with pytest.raises(RuntimeError, match=r"kvio::register_pool: .*outside"):
+            torch.ops.kvio.register_pool([block.view(2, 1, -1)])
+        with pytest.raises(RuntimeError, match=r"kvio::unregister_pool: .*outside"):
+            torch.ops.kvio.unregister_pool(5)
 
 
 def test_opcheck_passes_on_queries():
@@ -236,7 +313,7 @@ def test_opcheck_passes_on_queries():
     torch.library.opcheck(torch.ops.kvio.explain.default, arguments, options, test_utils=checks)
 
 
-@pytest.mark.parametrize("name", ["transfer", "explain"])
+@pytest.mark.parametrize("name", ["transfer", "explain", "write_back", "restore"])
 def test_the_functions_have_the_defaults_of_the_ops(name):
     """They leave out what equals a default, so both must mean the same one."""
     arguments = getattr(torch.ops.kvio, name).default._schema.arguments
@@ -263,3 +340,23 @@ def test_the_functions_hand_every_option_on(name, option, value):
     rows, indices = torch.zeros(4, 1, 2), torch.arange(2)
     with pytest.raises(RuntimeError, match=option):
         getattr(sgl_kvio, name)(rows, rows.clone(), indices, indices, **{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("first_buffer", 1),
+        ("page_size", 0),
+        ("index_unit", "?"),
+        ("backend", "?"),
+        ("num_blocks", -1),
+        ("prefer", "?"),
+    ],
+)
+@pytest.mark.parametrize("name", ["write_back", "restore"])
+def test_the_functions_on_a_handle_hand_every_option_on(name, option, value):
+    rows, indices = torch.zeros(4, 1, 2), torch.arange(2)
+    handle = sgl_kvio.register_pool(rows.clone())
+    with pytest.raises(RuntimeError, match=option):
+        getattr(sgl_kvio, name)(handle, torch.zeros(1), rows, indices, indices, **{option: value})
+    sgl_kvio.unregister_pool(handle)

@@ -98,7 +98,7 @@ def test_compiled_function_leaves_the_same_state(backend, function):
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler"
 )
-@pytest.mark.parametrize("function", FUNCTIONS[:2], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_inductor_keeps_every_effect(function):
     check_compiled(function, "inductor", make_arguments())
 

@@ -111,6 +111,12 @@ def test_pairs_of_one_call_may_differ_in_rows_dtypes_and_strides():
     assert_same_bytes(wide, want_wide, "third pair")
 
 
+def test_views_without_a_byte_may_begin_anywhere():
+    nothing = torch.zeros(2, 16, 2, 0)[1]
+    assert nothing.storage_offset() > 0
+    sgl_kvio.transfer(nothing, nothing, torch.tensor([15]), torch.tensor([0]))
+
+
 def test_rows_move_between_disjoint_slots_of_one_pool():
     pool, _ = flat_pools()
     at, frm = torch.arange(16, 32), torch.arange(0, 16)

@@ -95,7 +95,7 @@ std::string explain_copy_engine(const char* op, const TransferRequest& request, 
 }
 
 void launch_byte_copies(const char* op, const MemcpyBatchRequest& request, Stream stream) {
-  HostSides host(op, request.dst_device, request.src_device);
+  HostSides host(op, SideNames{"dst", "src"}, request.dst_device, request.src_device);
   for (const ByteCopy& copy : request.copies) {
     host.dst.accept(copy.dst_position, copy.dst, copy.nbytes);
     host.src.accept(copy.src_position, copy.src, copy.nbytes);

@@ -41,6 +41,25 @@ int shared_memory_limit(const char* op, int device) {
   return bytes.of(op, device);
 }
 
+void allow_shared_memory(const char* op, const void* kernel, int device, int bytes) {
+  // Kernels that were told, one after the other: few, and written once.
+  constexpr int kMostKernels = 16;
+  static std::atomic<const void*> told[kMaxDevices][kMostKernels];
+  int free = 0;
+  for (; free < kMostKernels; ++free) {
+    const void* known = told[device][free].load(std::memory_order_acquire);
+    if (known == kernel) return;
+    if (known == nullptr) break;
+  }
+  const RelaxedCapture relaxed;  // it loads the kernel
+  check(op, "raising a kernel's shared memory",
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  for (; free < kMostKernels; ++free) {
+    const void* none = nullptr;
+    if (told[device][free].compare_exchange_strong(none, kernel) || none == kernel) return;
+  }
+}
+
 GpuFacts gpu_facts(const char* op, int device, Stream stream, bool capturing) {
   static DeviceAttribute major(cudaDevAttrComputeCapabilityMajor);
   GpuFacts gpu;

@@ -57,7 +57,7 @@ void raise_pending_fault(const char* op, int device) {
   if (!take_fault(device, &fault)) return;
   const FaultSubject subject = fault_subject(fault.op);
   fail(op, "an earlier kvio::", subject.op, " on cuda:", device, " met ", fault_place(subject, fault.position), " = ",
-       fault.value, "; it needs 0 to ", fault.limit - 1, ". ", subject.consequence);
+       fault.value, "; it needs ", fault_need(subject, fault.limit), ". ", subject.consequence);
 }
 
 }  // namespace kvio::gpu

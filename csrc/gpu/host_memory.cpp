@@ -178,7 +178,8 @@ char* HostTranslator::device_address(const char* argument, int64_t position, con
     fail(op_, argument, "[", position,
          "] is host memory that is not page-locked, which a GPU kernel must not touch; it "
          "needs sgl_kvio.HostKVPool, torch's pin_memory=True, or torch.ops.kvio.host_register on its storage. Under "
-         "torch.compile with aot_eager a pinned destination arrives as a pageable clone: use inductor or call eagerly");
+         "torch.compile with aot_eager a pinned destination arrives as a pageable clone: name the pool by its handle "
+         "(kvio::write_back), use inductor, or call eagerly");
   }
   if (begin < begin_ || end > end_) {
     fail(op_, argument, "[", position, "] spans ", extent, " bytes but only ", end_ - begin,

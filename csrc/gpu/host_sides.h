@@ -3,6 +3,7 @@
 
 #include "gpu/host_memory.h"
 #include "plan/copy_plan.h"
+#include "request/load_layers_request.h"
 #include "request/request.h"
 
 namespace kvio::gpu {
@@ -39,9 +40,8 @@ class HostSide {
 };
 
 struct HostSides {
-  HostSides(const char* op, DeviceKind dst_device, DeviceKind src_device, const char* dst_name = "dst",
-            const char* src_name = "src")
-      : dst(op, dst_name, dst_device), src(op, src_name, src_device) {}
+  HostSides(const char* op, const SideNames& names, DeviceKind dst_device, DeviceKind src_device)
+      : dst(op, names.dst, dst_device), src(op, names.src, src_device) {}
 
   bool alias_differs() const { return dst.alias_differs() || src.alias_differs(); }
 
@@ -72,18 +72,38 @@ void accept_buffers(HostSides* host, Request& request, Use use) {
 
 // The host memory of a call, accepted; its addresses stay.
 inline HostSides accept_host_buffers(const char* op, const TransferRequest& request) {
-  HostSides host(op, request.dst_device, request.src_device);
+  HostSides host(op, request.names, request.dst_device, request.src_device);
   accept_buffers(&host, request, [](const BufferGroup&, size_t, const char*, const char*) {});
   return host;
 }
 
 // Puts the addresses that the GPU uses in place of host ones.
 inline void translate_host_buffers(const char* op, TransferRequest* request) {
-  HostSides host(op, request->dst_device, request->src_device);
+  HostSides host(op, request->names, request->dst_device, request->src_device);
   accept_buffers(&host, *request, [](BufferGroup& group, size_t b, char* dst, const char* src) {
     group.dst_base[b] = dst;
     group.src_base[b] = src;
   });
+}
+
+// The same for the sources of all layers; destinations are on the GPU. Throws on host memory that is not page-locked,
+// or of which a stacked buffer's layers lie in several registrations.
+inline void translate_host_layers(const char* op, LoadLayersRequest* request) {
+  if (request->layer.src_device != DeviceKind::kCpu) return;
+  HostSide host(op, "src", DeviceKind::kCpu);
+  auto& listed = request->src_listed;
+  for (BufferGroup& group : request->layer.groups) {
+    if (group.dst.row_bytes() == 0) continue;
+    for (size_t i = 0; i < group.position.size(); ++i) {
+      const int64_t b = group.position[i];
+      const int64_t later = (request->num_layers - 1) * request->src_step[static_cast<size_t>(b)];
+      group.src_base[i] = host.accept(b, group.src_base[i], group.src_extent + later);
+      for (int64_t at = b; at < static_cast<int64_t>(listed.size()); at += request->num_buffers) {
+        const char*& base = listed[static_cast<size_t>(at)];
+        base = host.accept(at, base, group.src_extent);
+      }
+    }
+  }
 }
 
 }  // namespace kvio::gpu

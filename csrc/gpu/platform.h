@@ -131,25 +131,38 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Launches a grid of `blocks`, whose blocks form clusters of `cluster`: 1 where the GPU has none.
-inline Error launch_kernel(const void* kernel, unsigned blocks, unsigned threads, void** arguments, size_t shared_bytes,
-                           Stream stream, unsigned cluster) {
+struct LaunchShape {
+  unsigned blocks = 1;
+  unsigned threads = 1;
+  size_t shared_bytes = 0;
+  unsigned cluster = 1;  // blocks that form a cluster: 1 where the GPU has none
+  bool early = false;    // may begin before what is ahead in the stream has ended, and waits for that itself
+};
+
+inline Error launch_kernel(const void* kernel, const LaunchShape& shape, void** arguments, Stream stream) {
 #ifndef KVIO_ROCM
-  if (cluster > 1) {
+  if (shape.cluster > 1 || shape.early) {
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
+    config.gridDim = dim3(shape.blocks);
+    config.blockDim = dim3(shape.threads);
+    config.dynamicSmemBytes = shape.shared_bytes;
     config.stream = stream;
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {cluster, 1, 1};
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (shape.cluster > 1) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {shape.cluster, 1, 1};
+    }
+    if (shape.early) {
+      cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+      attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      attribute.val.programmaticStreamSerializationAllowed = 1;
+    }
     return cudaLaunchKernelExC(&config, kernel, arguments);
   }
 #endif
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, shared_bytes, stream);
+  return cudaLaunchKernel(kernel, dim3(shape.blocks), dim3(shape.threads), arguments, shape.shared_bytes, stream);
 }
 
 }  // namespace kvio::gpu

@@ -148,9 +148,67 @@ __device__ __forceinline__ T shuffle_up(T value, uint32_t step) {
   return __shfl_up_sync(0xffffffffu, value, step);
 }
 
+// Every lane gets what lane `lane` holds.
+__device__ __forceinline__ uint32_t shuffle(uint32_t value, uint32_t lane) {
+  return __shfl_sync(0xffffffffu, value, static_cast<int>(lane));
+}
+
+// A bit for each lane.
+__device__ __forceinline__ uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
+__device__ __forceinline__ int32_t ones(uint32_t votes) { return __popc(votes); }
+
 __device__ __forceinline__ bool all_lanes(bool vote) { return __all_sync(0xffffffffu, vote); }
 
 __device__ __forceinline__ void sync_wave() { __syncwarp(); }
+
+// All threads of a cluster's blocks arrive, and wait until all have arrived. Nothing before sm_90.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Lets others run while this thread looks again and again for something that they do.
+__device__ __forceinline__ void pause() { __nanosleep(200); }
+
+// A kernel that was launched early begins once all blocks of the one before have called the first, and has its memory
+// behind the second. Nothing before sm_90.
+__device__ __forceinline__ void allow_next_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void await_previous_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- flags in device memory ----------------------------------------------------------------------------------------
+
+// Stores a flag after everything that this thread has written, or has seen written, on this GPU.
+__device__ __forceinline__ void store_release(int64_t* flag, int64_t value) {
+  asm volatile("st.release.gpu.s64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+
+// Reads a flag; what was written before it was stored is visible to this thread, and to what is ordered after it.
+__device__ __forceinline__ int64_t load_acquire(const int64_t* flag) {
+  int64_t value;
+  asm volatile("ld.acquire.gpu.s64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+
+// Nanoseconds of a clock that all threads share; only differences mean anything.
+__device__ __forceinline__ uint64_t clock_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
 
 #endif  // KVIO_ROCM
 

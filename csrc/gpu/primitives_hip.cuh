@@ -46,6 +46,10 @@ template <class T>
 __device__ __forceinline__ T atomicAdd(T* at, T value) {
   return __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+template <class T, class Value>
+__device__ __forceinline__ T atomicSub(T* at, Value value) {
+  return atomicAdd(at, static_cast<T>(-static_cast<T>(value)));
+}
 template <class T>
 __device__ __forceinline__ T atomicMin(T* at, T value) {
   return __hip_atomic_fetch_min(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
@@ -156,12 +160,36 @@ __device__ __forceinline__ T shuffle_up(T value, uint32_t step) {
   return static_cast<T>(shuffle_word(static_cast<uint32_t>(value), lane_number() - step));
 }
 
+__device__ __forceinline__ uint32_t shuffle(uint32_t value, uint32_t lane) { return shuffle_word(value, lane); }
+
 // A ballot has the bits of lanes that are active, which all of them are.
+__device__ __forceinline__ uint64_t ballot(bool vote) { return __builtin_amdgcn_ballot_w64(vote); }
+__device__ __forceinline__ int32_t ones(uint64_t votes) { return __builtin_popcountll(votes); }
 __device__ __forceinline__ bool all_lanes(bool vote) {
   return __builtin_amdgcn_ballot_w64(vote) == __builtin_amdgcn_ballot_w64(true);
 }
 
 // A wave runs in lockstep: nothing but the compiler can part its lanes.
 __device__ __forceinline__ void sync_wave() { __builtin_amdgcn_wave_barrier(); }
+
+// There are no clusters, and a kernel begins when the one before has ended.
+__device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_wait() {}
+__device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(8); }
+__device__ __forceinline__ void allow_next_launch() {}
+__device__ __forceinline__ void await_previous_launch() {}
+
+// ---- flags in device memory -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_release(int64_t* flag, int64_t value) {
+  __hip_atomic_store(flag, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+__device__ __forceinline__ int64_t load_acquire(const int64_t* flag) {
+  return __hip_atomic_load(flag, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+// A counter of 100 MHz on every target.
+__device__ __forceinline__ uint64_t clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }
 
 }  // namespace kvio::gpu

@@ -1,5 +1,6 @@
 #include "gpu/swap_in.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "error.h"
@@ -15,7 +16,7 @@ namespace kvio::gpu {
 namespace {
 
 constexpr int64_t kMaxPiecesOfRequest = int64_t{1} << 26;
-constexpr int64_t kStaticSharedBytes = 1024;  // what the kernel has besides its workspace, and the system's share
+constexpr int64_t kMaxSteps = int64_t{1} << 31;
 
 // Kernels number the pieces of a request's rows in 26 bits, those of 16 buffers in 30.
 void check_pieces(const char* op, const SwapInPools& pools, int64_t misses) {
@@ -26,34 +27,62 @@ void check_pieces(const char* op, const SwapInPools& pools, int64_t misses) {
   }
 }
 
+// Kernels multiply with row strides of 31 bits.
+void check_stride(const char* op, const char* name, int64_t stride) {
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  if (stride > kMost)
+    fail(op, name, " has a stride of ", stride, " elements from row to row; it may be at most ", kMost);
+}
+
+void check_plan_strides(const char* op, int64_t miss_src, int64_t miss_dst) {
+  check_stride(op, "miss_src", miss_src);
+  check_stride(op, "miss_dst", miss_dst);
+}
+
+void check_strides(const char* op, const SwapInRequest& r) {
+  check_stride(op, "top_k_tokens", r.top_k_tokens.stride);
+  check_stride(op, "device_buffer_tokens", r.device_buffer_tokens.stride);
+  check_stride(op, "device_buffer_locs", r.device_buffer_locs.stride);
+  check_stride(op, "host_cache_locs", r.host_cache_locs.stride);
+  check_stride(op, "lru_slots", r.lru_slots.stride);
+  check_stride(op, "top_k_device_locs", r.top_k_device_locs.stride);
+  if (r.device_locs) check_stride(op, "device_locs", r.device_locs->stride);
+  if (r.plan) check_plan_strides(op, r.plan->miss_src.stride, r.plan->miss_dst.stride);
+}
+
 void translate_pools(const char* op, SwapInPools* pools) {
   if (!pools->moves_bytes()) return;
-  HostSides host(op, pools->device, pools->host_device, "device_buffer", "host_cache");
+  HostSides host(op, SideNames{"device_buffer", "host_cache"}, pools->device, pools->host_device);
   accept_buffers(&host, *pools, [](BufferGroup& group, size_t b, char* dst, const char* src) {
     group.dst_base[b] = dst;
     group.src_base[b] = src;
   });
 }
 
-// Rows of one geometry in 16-byte packages (any rows, by the wave copy), few buffers, few requests: those who resolve
-// can copy as well.
-std::optional<FusedCopy> fused_copy_of(const SwapInRequest& request, int device) {
-  if (!request.pools.moves_bytes() || request.batch > SwapInPolicy().fused_batch) return std::nullopt;
-  if (request.pools.num_blocks > 0) return std::nullopt;
-  const BufferGroup* only = nullptr;
+// What those who resolve copy: everything, or nothing where the caller says how many blocks copy, or where there are
+// more buffers than one launch takes.
+FusedCopy fused_copy_of(const SwapInRequest& request) {
+  const SwapInPolicy policy;
+  FusedCopy copy;
+  if (!request.pools.moves_bytes() || request.pools.num_blocks > 0) return copy;
+  int64_t row_bytes = 0;
+  int64_t steps = 0;
   for (const BufferGroup& group : request.pools.groups) {
     if (group.dst.row_bytes() == 0) continue;
-    if (only != nullptr || group.dst_base.size() > kMaxSwapInBuffers) return std::nullopt;
-    only = &group;
+    if (copy.groups.size() == kMaxFusedGroups || group.dst_base.size() > kMaxSwapInBuffers) return FusedCopy();
+    copy.groups.push_back(&group);
+    const int64_t buffers = static_cast<int64_t>(group.dst_base.size());
+    row_bytes += group.dst.row_bytes() * buffers;
+    const int64_t units = request.top_k * group.dst.num_pieces * buffers;
+    steps = std::max(steps, units * make_fused_copy_plan(group, kPolicy).steps);
   }
-  FusedCopy copy{only, make_fused_copy_plan(*only, kPolicy), 1};
-  if (copy.plan.package_bytes < 16) return std::nullopt;
-  const bool has_clusters = gpu_facts("swap_in", device, nullptr, false).compute_major >= 9;
-  copy.cluster_ctas = cluster_ctas_for(request.batch, sm_count("swap_in", device), has_clusters);
+  if (steps >= kMaxSteps) return FusedCopy();
+  copy.turns = policy.copying_ctas;
+  copy.free_misses = request.batch <= copy.turns ? request.top_k : policy.free_bytes / row_bytes;
   return copy;
 }
 
-// A plan of the call's own, where the caller asked for none. The memory is the result.
+// A plan of the call's own. The memory is the result.
 torch::stable::Tensor make_plan(SwapInRequest* request, int device) {
   const int64_t entries = request->batch * request->top_k;
   torch::stable::Tensor memory = device_bytes(entries * 12 + request->batch * 4, device);
@@ -66,10 +95,11 @@ torch::stable::Tensor make_plan(SwapInRequest* request, int device) {
   return memory;
 }
 
-void replay(const CopyPlannedRequest& request, FaultRecord* fault, Stream stream) {
+void replay(const CopyPlannedRequest& request, bool follows_resolve, FaultRecord* fault, Stream stream) {
   for (const BufferGroup& group : request.pools.groups) {
     if (group.dst.row_bytes() == 0) continue;
-    launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), fault, stream);
+    launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), follows_resolve, fault, stream);
+    follows_resolve = false;
   }
 }
 
@@ -93,6 +123,7 @@ void swap_in(SwapInRequest* request) {
   const DeviceGuard guard(op, device);
   raise_pending_fault(op, device);
   if (request->batch == 0 || request->top_k == 0) return;
+  check_strides(op, *request);
   check_pieces(op, request->pools, request->top_k);
   translate_pools(op, &request->pools);
   const Stream stream = current_stream(op, device);
@@ -100,18 +131,18 @@ void swap_in(SwapInRequest* request) {
 
   // Allocating spoils the graph that another thread captures, unless this thread says that it knows better.
   const RelaxedCapture relaxed;
-  Scratch scratch;
+  const bool has_clusters = gpu_facts(op, device, nullptr, false).compute_major >= 9;
+  const int64_t ctas = cluster_ctas_for(request->batch, sm_count(op, device), has_clusters);
+  const ResolvePlan resolve = plan_resolve(*request, ctas, device);
   std::optional<torch::stable::Tensor> tables;
-  const int64_t needed = workspace_bytes(request->top_k, request->hot_buffer_size, hash_bits_for(request->top_k));
-  if (needed + kStaticSharedBytes > shared_memory_limit(op, device)) {
-    tables = device_bytes(needed * request->batch, device);
-    scratch = {static_cast<char*>(tables->data_ptr()), needed};
-  }
-  const std::optional<FusedCopy> fused = fused_copy_of(*request, device);
+  if (resolve.scratch_bytes > 0) tables = device_bytes(resolve.scratch_bytes * request->batch, device);
+  char* scratch = tables ? static_cast<char*>(tables->data_ptr()) : nullptr;
+  const FusedCopy copy = fused_copy_of(*request);
+  const bool replays = request->pools.moves_bytes() && copy.groups.empty();
   std::optional<torch::stable::Tensor> plan;
-  if (!fused && request->pools.moves_bytes() && !request->plan) plan = make_plan(request, device);
-  launch_resolve(*request, scratch, fused ? &*fused : nullptr, fault, device, stream);
-  if (!fused && request->pools.moves_bytes()) replay(replay_of(*request), fault, stream);
+  if (replays && !request->plan) plan = make_plan(request, device);
+  launch_resolve(*request, resolve, scratch, copy, fault, device, stream);
+  if (replays) replay(replay_of(*request), true, fault, stream);
 }
 
 void copy_planned(CopyPlannedRequest* request) {
@@ -120,9 +151,10 @@ void copy_planned(CopyPlannedRequest* request) {
   const DeviceGuard guard(op, device);
   raise_pending_fault(op, device);
   if (request->batch == 0 || !request->pools.moves_bytes()) return;
+  check_plan_strides(op, request->plan.miss_src.stride, request->plan.miss_dst.stride);
   check_pieces(op, request->pools, request->max_misses);
   translate_pools(op, &request->pools);
-  replay(*request, fault_record(op, device), current_stream(op, device));
+  replay(*request, false, fault_record(op, device), current_stream(op, device));
 }
 
 }  // namespace kvio::gpu

@@ -10,14 +10,12 @@
 // * Rows of many requests at once would be spread over the whole host pool, where address translation holds reads to a
 //   third of the link. So a large batch is resolved first, and few CTAs then copy request by request.
 
-#ifndef KVIO_ROCM
-#include <cooperative_groups.h>
-#endif
-
 #include <algorithm>
+#include <atomic>
 
 #include "gpu/addressing.cuh"
 #include "gpu/copy_rows.cuh"
+#include "gpu/device_facts.h"
 #include "gpu/fault.h"
 #include "gpu/fault_device.cuh"
 #include "gpu/swap_in_kernels.h"
@@ -36,22 +34,37 @@ struct Rooms {
   Side dst;  // without indices
   Side src;
   FastDivide pieces;
+  FastDivide steps;  // of a unit, by those who resolve
   UnitCut cut;
   char* dst_base[kMaxSwapInBuffers];
   const char* src_base[kMaxSwapInBuffers];
   uint32_t num_buffers;
+  uint32_t width;  // of a package, bytes
 };
 
 struct DeviceEnv {
-  FaultRecord* record;
-  int64_t op;
+  // The last fault of this thread, which is passed on at the end: that takes few instructions where it is noted.
+  int32_t argument = -1;
+  int32_t column = 0;
+  int64_t value = 0;
 
   __device__ __forceinline__ int32_t claim(int32_t* at, int32_t expected, int32_t value) const {
     return atomicCAS(at, expected, value);
   }
-  __device__ __forceinline__ void lower(int32_t* at, int32_t value) const { atomicMin(at, value); }
-  __device__ __forceinline__ void fault(SwapInArgument argument, int64_t position, int64_t value, int64_t limit) const {
-    record_fault(record, op + static_cast<int32_t>(argument), position, value, limit);
+  __device__ __forceinline__ void raise(int32_t* at, int32_t most) const { atomicMax(at, most); }
+  // All lanes of a wave have slots that follow each other, the first a multiple of the wave.
+  __device__ __forceinline__ void post_slots(uint32_t* words, int32_t slot, bool flag) const {
+    const auto votes = ballot(flag);
+    if ((threadIdx.x & 31) == 0) words[slot >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
+  }
+  __device__ __forceinline__ Count vote(Vote, int32_t, bool flag) const {
+    const auto votes = ballot(flag);
+    return {ones(votes & ((decltype(votes){1} << threadIdx.x % kWave) - 1)), ones(votes)};
+  }
+  __device__ __forceinline__ void note(SwapInArgument which, int32_t where, int64_t what) {
+    argument = static_cast<int32_t>(which);
+    column = where;
+    value = what;
   }
 };
 
@@ -82,163 +95,278 @@ __device__ __forceinline__ void copy_misses(const Rooms& rooms, uint32_t buffer,
   copy_rows<kWidth, kUnits, kLoads>(rooms.cut, units, lane);
 }
 
-// Units of an item: as many as a warp takes at once, but fewer where there would not be an item for every warp.
-__device__ __forceinline__ uint32_t units_per_item(uint32_t units, uint32_t warps) {
-  uint32_t each = kWave;
-  while (each > 1 && (units + each - 1) / each < 2 * warps) each /= 2;
-  return each;
+// Units of an item: so many that all warps have equally many items, and no item leaves lanes without a unit that could
+// have had one. `pass`: units that a warp has in flight.
+__device__ __forceinline__ uint32_t units_per_item(uint32_t units, uint32_t warps, uint32_t pass) {
+  const uint32_t rounds = (units + kWave * warps - 1) / (kWave * warps);
+  const uint32_t each = max(1u, (units + rounds * warps - 1) / (rounds * warps));
+  return each <= pass ? each : min(kWave, (each + pass - 1) / pass * pass);
 }
 
 // ---- resolving ------------------------------------------------------------------------------------------------------
 
 struct ResolveLaunch {
   ResolveParams p;
-  Rooms rooms;
+  Rooms rooms[kMaxFusedGroups];
   FaultRecord* fault;
   int64_t fault_op;
   char* scratch;  // null: the workspace is in shared memory
-  int64_t scratch_bytes;
-  bool copies;
+  int32_t num_rooms;
+  int32_t free_misses;  // a request that has more waits for its turn to copy them
+  int32_t turns;        // requests that copy at a time
 };
 
-__device__ __forceinline__ Tally sum_of(const Tally& a, const Tally& b) {
-  return {a.hits + b.hits, a.misses + b.misses};
-}
-
-__device__ __forceinline__ Tally inclusive_in_warp(Tally tally, uint32_t lane) {
-#pragma unroll
-  for (uint32_t step = 1; step < kWave; step *= 2) {
-    const Tally before = {shuffle_up(tally.hits, step), shuffle_up(tally.misses, step)};
-    if (lane >= step) tally = sum_of(tally, before);
-  }
-  return tally;
-}
-
-// Tallies of all threads before this one, and of all threads. Two barriers.
+// Tallies of all waves before this one, and of all waves: `mine` is the same in all lanes. One barrier.
 __device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
-  constexpr uint32_t kWarps = kResolveThreads / kWave;
-  __shared__ Tally sums[kWarps];
+  constexpr uint32_t kWaves = kResolveThreads / kWave;
+  __shared__ uint32_t sums[kWaves];
   const uint32_t lane = threadIdx.x % kWave;
-  const uint32_t warp = threadIdx.x / kWave;
-  const Tally here = inclusive_in_warp(mine, lane);
-  if (lane == kWave - 1) sums[warp] = here;
+  const uint32_t wave = threadIdx.x / kWave;
+  // Both are below 2^15, of all waves too.
+  if (lane == 0) sums[wave] = static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
   __syncthreads();
-  if (warp == 0) {
-    // Of as many lanes as there are warps; all lanes must take part.
-    const Tally sum = inclusive_in_warp(sums[lane % kWarps], lane);
-    if (lane < kWarps) sums[lane] = sum;
+  uint32_t sum = lane < kWaves ? sums[lane] : 0;
+#pragma unroll
+  for (uint32_t step = 1; step < kWaves; step *= 2) {
+    const uint32_t before = shuffle_up(sum, step);
+    if (lane >= step) sum += before;
   }
-  __syncthreads();
-  *all = sums[kWarps - 1];
-  Tally before = {here.hits - mine.hits, here.misses - mine.misses};
-  if (warp > 0) before = sum_of(before, sums[warp - 1]);
-  return before;
+  const uint32_t total = shuffle(sum, kWaves - 1);
+  const uint32_t before = wave > 0 ? shuffle(sum, wave - 1) : 0;
+  *all = {static_cast<int32_t>(total >> 16), static_cast<int32_t>(total & 0xffff)};
+  return {static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
 }
 
-__device__ __forceinline__ void answer_nothing(const ResolveParams& p, int32_t batch_row) {
-  int32_t* out = row_of(p.top_k_device_locs, batch_row);
-  for (int32_t i = threadIdx.x; i < p.top_k; i += kResolveThreads) out[i] = -1;
-  if (threadIdx.x == 0) record_misses(p, batch_row, 0);
-}
-
-// Resolves a row of the batch; returns how many misses the workspace lists.
-__device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row) {
-  const ResolveParams& p = launch.p;
-  DeviceEnv env{launch.fault, launch.fault_op};
-  const int64_t request = entry_of(p.req_pool_indices, batch_row);
-  const int64_t seq_len = entry_of(p.seq_lens, batch_row);
-  const bool padding = p.num_real_reqs != nullptr && batch_row >= *p.num_real_reqs;
-  const bool unknown = request < 0 || request >= p.pool_slots;
-  if (padding || unknown) {
-    if (!padding && threadIdx.x == 0) env.fault(SwapInArgument::kRequest, batch_row, request, p.pool_slots);
-    answer_nothing(p, batch_row);
-    return 0;
+template <int kRanks>
+__device__ __forceinline__ int32_t resolve_long(const ResolveParams& p, const Workspace& w, const Job& job,
+                                                const Thread& t, const First& first, DeviceEnv* env) {
+  insert(*env, p, w, job, t, first);
+  __syncthreads();
+  const bool repeated = *w.repeated != 0;
+  if (KVIO_RARELY(repeated)) {
+    settle(*env, p, w, t);
+    __syncthreads();
   }
-  const Job job{batch_row, request, seq_len};
-  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads};
-  if (seq_len <= p.hot_slots && p.device_locs.data == nullptr) {
-    int32_t* out = row_of(p.top_k_device_locs, batch_row);
-    for (int32_t i = t.number; i < p.top_k; i += t.count) out[i] = direct_result(env, p, job, i);
-    if (t.number == 0) record_misses(p, batch_row, 0);
-    return 0;
-  }
-  stage(env, p, w, job, t);
+  mark(*env, p, w, job, t, first);
   __syncthreads();
-  insert(env, p, w, t);
-  __syncthreads();
-  mark(env, p, w, job, t);
-  __syncthreads();
+  const Tally of_wave = judge(*env, p, w, job, t, first);
+  // From here on the first CTA writes what the others have read.
+  if (kRanks > 1) cluster_arrive();
   Tally all;
-  const Tally before = sum_before(count(env, p, w, job, t), &all);
-  order(p, w, before, all, t);
+  const Tally before = sum_before(of_wave, &all);
+  if (kRanks > 1) cluster_wait();
+  place(p, w, job, t, before, all);
   __syncthreads();
-  assign(env, p, w, job, before, all, t);
-  __syncthreads();
-  finish(p, w, job, all, t);
+  assign(*env, p, w, job, t, all);
+  if (KVIO_RARELY(repeated)) {
+    __syncthreads();
+    tell(p, w, t, before);
+    __syncthreads();
+    if (job.records) repeat(p, w, job, t);
+  }
   return all.misses;
 }
 
-// Rank 0 of a cluster resolves, all its CTAs copy.
-template <int kUnits, int kLoads>
+// Resolves a row of the batch; returns how many misses the workspace lists. CTAs of a cluster do the same, and the
+// first of them records it when all have read. A barrier has to follow.
+template <int kRanks>
+__device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row,
+                                               uint32_t rank) {
+  const ResolveParams& p = launch.p;
+  DeviceEnv env;
+  const bool records = rank == 0;
+  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads, static_cast<int32_t>(kWave)};
+  const int64_t request = entry_of(p.req_pool_indices, batch_row);
+  const int64_t seq_len = entry_of(p.seq_lens, batch_row);
+  const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
+  First first;
+  begin(p, batch_row, t, &first);
+  clear(p, w, t);
+  const bool padding = batch_row >= real;
+  const bool unknown = request < 0 || request >= p.pool_slots;
+  const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
+  const bool is_long = !padding && !unknown && (seq_len > p.hot_slots || p.device_locs.data != nullptr);
+  if (is_long) fetch(p, job, t, &first);
+  __syncthreads();
+  int32_t misses = 0;
+  if (is_long) {
+    misses = resolve_long<kRanks>(p, w, job, t, first, &env);
+  } else if (records) {
+    KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
+      job.out[i] = padding || unknown ? -1 : direct_result(env, p, job, seq_len, i);
+    }
+    if (t.number == 0) record_misses(p, batch_row, 0);
+    if (t.number == 0 && !padding && unknown) env.note(SwapInArgument::kRequest, batch_row, request);
+  }
+  if (KVIO_RARELY(env.argument >= 0) && records) {
+    const SwapInArgument argument = static_cast<SwapInArgument>(env.argument);
+    record_fault(launch.fault, launch.fault_op + env.argument, fault_position(job, argument, env.column), env.value,
+                 fault_limit(p, job, argument));
+  }
+  return misses;
+}
+
+#ifndef KVIO_ROCM
+// Moves misses of a request, shared by groups of lanes that take a step of a unit each, kLoads of them at a time.
+template <int kWidth, int kLoads>
+__device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& w, uint32_t misses, uint32_t group,
+                                           uint32_t groups, uint32_t column) {
+  using Package = typename PackageOf<kWidth>::type;
+  const UnitCut& cut = rooms.cut;
+  const uint32_t steps_of_buffer = misses * rooms.pieces.divisor * rooms.steps.divisor;
+  const uint32_t steps = steps_of_buffer * rooms.num_buffers;
+  for (uint32_t begin = group; begin < steps; begin += groups * kLoads) {
+    Package held[kLoads] = {};
+    const char* from[kLoads] = {};
+    char* to[kLoads] = {};
+    uint32_t at[kLoads];  // this lane's package; wraps below 0 where it is before the unit
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      at[k] = cut.packages + 1;
+      uint32_t step = begin + k * groups;
+      if (step >= steps) continue;
+      uint32_t buffer = 0;
+      while (step >= steps_of_buffer) {
+        step -= steps_of_buffer;
+        ++buffer;
+      }
+      const uint32_t unit = rooms.steps.quotient(step);
+      const uint32_t miss = rooms.pieces.quotient(unit);
+      const uint32_t piece = unit - miss * rooms.pieces.divisor;
+      const int32_t dst = w.miss_dst[miss];
+      if (dst < 0) continue;
+      from[k] = rooms.src_base[buffer] + offset_of(rooms.src, w.miss_src[miss], piece);
+      to[k] = rooms.dst_base[buffer] + offset_of(rooms.dst, dst, piece);
+      at[k] = (step - unit * rooms.steps.divisor) * cut.lanes_per_unit + column;
+      at[k] -= (static_cast<uint32_t>(reinterpret_cast<uint64_t>(from[k])) & cut.skew_mask) / kWidth;
+      load_once_if(at[k] < cut.packages, held[k], from[k] + uint64_t{at[k]} * kWidth);
+    }
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      store_once_if(at[k] < cut.packages, to[k] + uint64_t{at[k]} * kWidth, held[k]);
+    }
+    if (cut.remainder == 0) continue;
+    // The lane behind the last package.
+#pragma unroll
+    for (int k = 0; k < kLoads; ++k) {
+      if (at[k] != cut.packages) continue;
+      copy_remainder<kWidth>(to[k] + uint64_t{at[k]} * kWidth, from[k] + uint64_t{at[k]} * kWidth, cut.remainder);
+    }
+  }
+}
+
+__device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
+                                                       uint32_t rank, uint32_t ranks) {
+  for (int32_t r = 0; r < launch.num_rooms; ++r) {
+    const Rooms& rooms = launch.rooms[r];
+    const uint32_t lanes = rooms.cut.lanes_per_unit;
+    const uint32_t groups = kResolveThreads / lanes * ranks;
+    uint32_t group = threadIdx.x / lanes * ranks + rank;
+    // Few rows of two kinds are under way at once.
+    if (r % 2 == 1) group = groups - 1 - group;
+    const uint32_t column = threadIdx.x % lanes;
+    switch (rooms.width) {
+      case 16:
+        // Little code where there is little to copy.
+        if (misses * rooms.pieces.divisor * rooms.steps.divisor * rooms.num_buffers <= groups) {
+          copy_steps<16, 1>(rooms, w, misses, group, groups, column);
+        } else {
+          copy_steps<16, 4>(rooms, w, misses, group, groups, column);
+        }
+        break;
+      case 8:
+        copy_steps<8, 4>(rooms, w, misses, group, groups, column);
+        break;
+      case 4:
+        copy_steps<4, 4>(rooms, w, misses, group, groups, column);
+        break;
+      case 2:
+        copy_steps<2, 4>(rooms, w, misses, group, groups, column);
+        break;
+      default:
+        copy_steps<1, 4>(rooms, w, misses, group, groups, column);
+        break;
+    }
+  }
+}
+#else
+__device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
+                                                       uint32_t rank, uint32_t ranks) {
+  const auto find = [&](uint32_t miss) { return MissPlace{w.miss_src[miss], w.miss_dst[miss]}; };
+  const uint32_t warps = ranks * (kResolveThreads / kWave);
+  for (int32_t r = 0; r < launch.num_rooms; ++r) {
+    const Rooms& rooms = launch.rooms[r];
+    const uint32_t units = misses * rooms.pieces.divisor;
+    const uint32_t each = units_per_item(units * rooms.num_buffers, warps, kWave / rooms.cut.lanes_per_unit);
+    const uint32_t items = (units + each - 1) / each;
+    for (uint32_t item = (threadIdx.x / kWave) * ranks + rank; item < items * rooms.num_buffers; item += warps) {
+      const uint32_t buffer = item / items;
+      const uint32_t first = (item - buffer * items) * each;
+      copy_misses<16, 1, 1>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
+    }
+  }
+}
+#endif
+
+// A barrier of all threads of a request.
+template <int kRanks>
+__device__ __forceinline__ void sync_ranks() {
+  if constexpr (kRanks == 1) {
+    __syncthreads();
+  } else {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+// How many requests copy rows right now, of all streams of a device.
+__device__ uint32_t copying_requests;
+
+// Waits until fewer than `turns` requests are copying, and is one of them.
+__device__ __forceinline__ void take_turn(uint32_t turns) {
+  volatile uint32_t* now = &copying_requests;
+  while (true) {
+    const uint32_t copying = *now;
+    if (copying < turns && atomicCAS(&copying_requests, copying, copying + 1) == copying) return;
+    pause();
+  }
+}
+
+// kRanks: CTAs of a request. kShared: the workspace is in shared memory.
+template <int kRanks, bool kShared>
 __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __grid_constant__ ResolveLaunch launch) {
   extern __shared__ __align__(16) char shared[];
-  __shared__ int32_t num_misses;
-#if __CUDA_ARCH__ >= 900
-  namespace cg = cooperative_groups;
-  const cg::cluster_group cluster = cg::this_cluster();
-  const uint32_t rank = cluster.block_rank();
-  const uint32_t ranks = cluster.num_blocks();
-#else
-  const uint32_t rank = 0;
-  const uint32_t ranks = 1;
-#endif
-  const int32_t batch_row = static_cast<int32_t>(blockIdx.x / ranks);
-  char* base = launch.scratch != nullptr ? launch.scratch + batch_row * launch.scratch_bytes : shared;
-  Workspace w = workspace_at(base, launch.p);
-  if (rank == 0) {
-    const int32_t misses = resolve_row(launch, w, batch_row);
-    if (threadIdx.x == 0) num_misses = misses;
-  }
-  if (!launch.copies) return;
-  const int32_t* misses = &num_misses;
-#if __CUDA_ARCH__ >= 900
-  if (ranks > 1) {
-    __threadfence();  // a workspace that is not shared memory
-    cluster.sync();
-    misses = cluster.map_shared_rank(&num_misses, 0);
-    if (launch.scratch == nullptr) {
-      w.miss_src = cluster.map_shared_rank(w.miss_src, 0);
-      w.miss_dst = cluster.map_shared_rank(w.miss_dst, 0);
-    }
+  allow_next_launch();
+  const int32_t batch_row = static_cast<int32_t>(blockIdx.x / kRanks);
+  const uint32_t rank = blockIdx.x % kRanks;
+  Workspace w;
+  if constexpr (kShared) {
+    w = workspace_at(shared, launch.p.layout);
   } else {
-    __syncthreads();
+    w = workspace_at(launch.scratch + int64_t{batch_row} * launch.p.layout.bytes, launch.p.layout);
   }
-#else
+  const int32_t misses = resolve_row<kRanks>(launch, w, batch_row, rank);
   __syncthreads();
-#endif
-  const Rooms& rooms = launch.rooms;
-  const uint32_t units = static_cast<uint32_t>(*misses) * rooms.pieces.divisor;
-  const uint32_t warps = ranks * (kResolveThreads / kWave);
-  const uint32_t each = units_per_item(units * rooms.num_buffers, warps);
-  const uint32_t items = (units + each - 1) / each;
-  const auto find = [&](uint32_t miss) { return MissPlace{w.miss_src[miss], w.miss_dst[miss]}; };
-  for (uint32_t item = (threadIdx.x / kWave) * ranks + rank; item < items * rooms.num_buffers; item += warps) {
-    const uint32_t buffer = item / items;
-    const uint32_t first = (item - buffer * items) * each;
-    copy_misses<16, kUnits, kLoads>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
+  if (misses == 0 || launch.num_rooms == 0) return;
+  const bool waits = misses > launch.free_misses;
+  const bool leads = rank == 0 && threadIdx.x == 0;
+  if (waits) {
+    if (leads) take_turn(static_cast<uint32_t>(launch.turns));
+    sync_ranks<kRanks>();
   }
-#if __CUDA_ARCH__ >= 900
-  // The others read rank 0's shared memory.
-  if (ranks > 1) cluster.sync();
-#endif
+  copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank, kRanks);
+  if (waits) {
+    sync_ranks<kRanks>();
+    if (leads) atomicSub(&copying_requests, 1);
+  }
 }
 
 // ---- replaying a plan -----------------------------------------------------------------------------------------------
 
 struct PlannedLaunch {
   Rooms rooms;
-  Rows<const int64_t> miss_src;
-  Rows<const int32_t> miss_dst;
+  ShortRows<const int64_t> miss_src;
+  ShortRows<const int32_t> miss_dst;
   Strided<const int32_t> miss_count;
   const int32_t* num_real_reqs;
   FaultRecord* fault;
@@ -289,6 +417,7 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
   const Rooms& rooms = launch.rooms;
   const uint32_t warps = gridDim.x * (kPlannedThreads / kWave);
   const uint32_t warp = blockIdx.x * (kPlannedThreads / kWave) + threadIdx.x / kWave;
+  await_previous_launch();
   const int32_t real =
       launch.num_real_reqs != nullptr ? max(0, min(*launch.num_real_reqs, launch.batch)) : launch.batch;
   for (int32_t begin = 0; begin < real; begin += launch.at_once) {
@@ -296,7 +425,9 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
     __syncthreads();
     const uint32_t misses = sum_misses(launch, begin, end, sums);
     const uint32_t units = misses * rooms.pieces.divisor;
-    const uint32_t each = units_per_item(units * rooms.num_buffers, warps);
+    if (units == 0) continue;
+    const uint32_t pass = kUnits * (kWave / rooms.cut.lanes_per_unit);
+    const uint32_t each = units_per_item(units * rooms.num_buffers, warps, pass);
     const uint32_t items = (units + each - 1) / each;
     const auto find = [&](uint32_t miss) {
       // The last request that begins at or before it.
@@ -306,7 +437,7 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
         const int32_t middle = (low + high) / 2;
         (sums[middle] <= miss ? low : high) = middle;
       }
-      const int64_t row = begin + low;
+      const uint32_t row = static_cast<uint32_t>(begin + low);
       const uint32_t m = miss - sums[low];
       MissPlace place{row_of(launch.miss_src, row)[m], row_of(launch.miss_dst, row)[m]};
       const int64_t position = at_row(row, m);
@@ -344,6 +475,8 @@ Rooms make_rooms(const BufferGroup& group, size_t first, const MissCopyPlan& pla
   rooms.cut.skew_mask = static_cast<uint32_t>(plan.skew_alignment - 1);
   rooms.cut.max_skew = static_cast<uint32_t>(plan.max_skew);
   rooms.cut.skew_by_dst = false;
+  rooms.steps = FastDivide(static_cast<uint32_t>(plan.steps));
+  rooms.width = static_cast<uint32_t>(plan.package_bytes);
   const size_t count = std::min<size_t>(kMaxSwapInBuffers, group.dst_base.size() - first);
   for (size_t b = 0; b < count; ++b) {
     rooms.dst_base[b] = group.dst_base[first + b];
@@ -353,20 +486,12 @@ Rooms make_rooms(const BufferGroup& group, size_t first, const MissCopyPlan& pla
   return rooms;
 }
 
-using ResolveKernel = void (*)(ResolveLaunch);
 using PlannedKernel = void (*)(PlannedLaunch);
 
 #ifdef KVIO_ROCM
 static_assert(kPolicy.wave_copy, "kernels have one shape: the wave copy takes any row");
-ResolveKernel resolve_kernel_of(const LaneSplit&) { return swap_in_kernel<1, 1>; }
 PlannedKernel planned_kernel_of(const MissCopyPlan&) { return copy_planned_kernel<16, 1, 1>; }
 #else
-ResolveKernel resolve_kernel_of(const LaneSplit& split) {
-  if (split.units_per_lane == 4) return swap_in_kernel<4, 1>;
-  if (split.units_per_lane == 2) return swap_in_kernel<2, 2>;
-  return swap_in_kernel<1, 4>;
-}
-
 PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
   switch (plan.package_bytes) {
     case 8:
@@ -388,62 +513,90 @@ PlannedKernel planned_kernel_of(const MissCopyPlan& plan) {
 }
 #endif
 
-ResolveParams resolve_params(const SwapInRequest& r) {
+ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layout) {
   ResolveParams p{};
-  p.top_k_tokens = r.top_k_tokens;
-  p.device_buffer_tokens = r.device_buffer_tokens;
-  p.device_buffer_locs = r.device_buffer_locs;
-  p.host_cache_locs = r.host_cache_locs;
-  p.lru_slots = r.lru_slots;
-  p.top_k_device_locs = r.top_k_device_locs;
+  p.top_k_tokens = short_rows(r.top_k_tokens);
+  p.device_buffer_tokens = short_rows(r.device_buffer_tokens);
+  p.device_buffer_locs = short_rows(r.device_buffer_locs);
+  p.host_is_int64 = r.host_cache_locs.is_int64;
+  p.host_cache_locs = {static_cast<const uint32_t*>(r.host_cache_locs.data),
+                       static_cast<uint32_t>(r.host_cache_locs.stride) << (p.host_is_int64 ? 1 : 0)};
+  p.lru_slots = short_rows(r.lru_slots);
+  p.top_k_device_locs = short_rows(r.top_k_device_locs);
   p.req_pool_indices = r.req_pool_indices;
   p.seq_lens = r.seq_lens;
   p.num_real_reqs = r.num_real_reqs;
-  if (r.device_locs) p.device_locs = *r.device_locs;
-  if (r.plan) p.plan = *r.plan;
+  if (r.device_locs) p.device_locs = short_rows(*r.device_locs);
+  if (r.plan) {
+    p.miss_src = short_rows(r.plan->miss_src);
+    p.miss_dst = short_rows(r.plan->miss_dst);
+    p.miss_count = r.plan->miss_count;
+  }
   p.pool_slots = r.pool_slots;
   p.max_len = r.max_len;
   p.host_slots = r.pools.host_limit.slots;
-  p.device_slots = r.pools.device_limit.slots;
+  p.device_slots = static_cast<uint32_t>(std::min<int64_t>(r.pools.device_limit.slots, int64_t{1} << 31));
   p.top_k = static_cast<int32_t>(r.top_k);
   p.hot_slots = static_cast<int32_t>(r.hot_buffer_size);
-  p.hash_bits = hash_bits_for(r.top_k);
+  p.layout = layout;
   return p;
 }
 
 }  // namespace
 
-void launch_resolve(const SwapInRequest& request, const Scratch& scratch, const FusedCopy* copy, FaultRecord* fault,
-                    int device, Stream stream) {
+namespace {
+
+const void* kernel_for(int64_t ctas, bool is_shared) {
+  if (!is_shared) return reinterpret_cast<const void*>(swap_in_kernel<1, false>);
+#ifndef KVIO_ROCM
+  if (ctas == 4) return reinterpret_cast<const void*>(swap_in_kernel<4, true>);
+  if (ctas == 2) return reinterpret_cast<const void*>(swap_in_kernel<2, true>);
+#endif
+  return reinterpret_cast<const void*>(swap_in_kernel<1, true>);
+}
+
+}  // namespace
+
+ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int device) {
+  constexpr int64_t kStaticBytes = 2048;  // what the kernel has besides its workspace, and the system's share
+  const int64_t most = shared_memory_limit("swap_in", device) - kStaticBytes;
+  ResolvePlan plan;
+  plan.most_shared = most;
+  plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kResolveThreads, most);
+  const bool is_shared = plan.layout.bytes <= most;
+  if (!is_shared) plan.scratch_bytes = plan.layout.bytes;
+  plan.ctas = is_shared ? cluster_ctas : 1;
+  plan.kernel = kernel_for(plan.ctas, is_shared);
+  return plan;
+}
+
+void launch_resolve(const SwapInRequest& request, const ResolvePlan& plan, char* scratch, const FusedCopy& copy,
+                    FaultRecord* fault, int device, Stream stream) {
   ResolveLaunch launch{};
-  launch.p = resolve_params(request);
+  launch.p = resolve_params(request, plan.layout);
   launch.fault = fault;
   launch.fault_op = static_cast<int64_t>(FaultOp::kSwapIn);
-  launch.scratch = scratch.data;
-  launch.scratch_bytes = scratch.bytes;
-  launch.copies = copy != nullptr;
-  if (copy != nullptr) launch.rooms = make_rooms(*copy->group, 0, copy->plan);
-  const ResolveKernel kernel = resolve_kernel_of(copy != nullptr ? copy->plan.split : LaneSplit{0, 1, 4});
-  const int64_t shared =
-      scratch.data != nullptr ? 0 : workspace_bytes(request.top_k, request.hot_buffer_size, launch.p.hash_bits);
-  const void* function = reinterpret_cast<const void*>(kernel);
-  if (shared > (48 << 10)) {
-    const RelaxedCapture relaxed;  // it loads the kernel
-    check("swap_in", "raising the kernel's shared memory",
-          cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  launch.scratch = scratch;
+  launch.turns = static_cast<int32_t>(copy.turns);
+  launch.free_misses = static_cast<int32_t>(copy.free_misses);
+  for (const BufferGroup* group : copy.groups) {
+    launch.rooms[launch.num_rooms++] = make_rooms(*group, 0, make_fused_copy_plan(*group, kPolicy));
   }
-  const unsigned ctas = copy != nullptr ? static_cast<unsigned>(copy->cluster_ctas) : 1;
+  if (scratch == nullptr) allow_shared_memory("swap_in", plan.kernel, device, static_cast<int>(plan.most_shared));
   void* arguments[] = {&launch};
-  check("swap_in", "launching the swap-in kernel",
-        launch_kernel(function, static_cast<unsigned>(request.batch) * ctas, kResolveThreads, arguments,
-                      static_cast<size_t>(shared), stream, ctas));
+  LaunchShape shape;
+  shape.blocks = static_cast<unsigned>(request.batch * plan.ctas);
+  shape.threads = kResolveThreads;
+  shape.shared_bytes = scratch == nullptr ? static_cast<size_t>(plan.layout.bytes) : 0;
+  shape.cluster = static_cast<unsigned>(plan.ctas);
+  check("swap_in", "launching the swap-in kernel", launch_kernel(plan.kernel, shape, arguments, stream));
 }
 
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
-                         FaultRecord* fault, Stream stream) {
+                         bool follows_resolve, FaultRecord* fault, Stream stream) {
   PlannedLaunch launch{};
-  launch.miss_src = request.plan.miss_src;
-  launch.miss_dst = request.plan.miss_dst;
+  launch.miss_src = short_rows(request.plan.miss_src);
+  launch.miss_dst = short_rows(request.plan.miss_dst);
   launch.miss_count = request.plan.miss_count;
   launch.num_real_reqs = request.num_real_reqs;
   launch.fault = fault;
@@ -458,9 +611,12 @@ void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& g
   for (size_t first = 0; first < group.dst_base.size(); first += kMaxSwapInBuffers) {
     launch.rooms = make_rooms(group, first, plan);
     void* arguments[] = {&launch};
+    LaunchShape shape;
+    shape.blocks = static_cast<unsigned>(blocks);
+    shape.threads = kPlannedThreads;
+    shape.early = follows_resolve && first == 0;
     check("copy_planned", "launching the copy kernel",
-          cudaLaunchKernel(reinterpret_cast<const void*>(planned_kernel_of(plan)), dim3(static_cast<unsigned>(blocks)),
-                           dim3(kPlannedThreads), arguments, 0, stream));
+          launch_kernel(reinterpret_cast<const void*>(planned_kernel_of(plan)), shape, arguments, stream));
   }
 }
 

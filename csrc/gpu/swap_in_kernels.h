@@ -1,6 +1,8 @@
 // Launching what swap_in and copy_planned run on a GPU.
 #pragma once
 
+#include <vector>
+
 #include "gpu/fault.h"
 #include "gpu/platform.h"
 #include "gpu/swap_in_resolve.h"
@@ -9,26 +11,33 @@
 
 namespace kvio::gpu {
 
-constexpr int kMaxSwapInBuffers = 16;  // of one launch
+constexpr int kMaxSwapInBuffers = 16;  // of one launch, and of one geometry
+constexpr int kMaxFusedGroups = 2;     // geometries whose rows are copied by those who resolve
 
-// Where the tables of a request are: shared memory, or `bytes` of `data` for every row of the batch.
-struct Scratch {
-  char* data = nullptr;
-  int64_t bytes = 0;
-};
-
-// Resolves every row of the batch. With `copy` also moves the misses of group `copy->group`, whose rows are cut into
-// 16-byte packages and whose buffers fit one launch.
+// What the CTAs that resolve a request copy as well: all misses of `groups`, whose buffers fit one launch; nothing
+// without groups.
 struct FusedCopy {
-  const BufferGroup* group;
-  MissCopyPlan plan;
-  int64_t cluster_ctas;
+  std::vector<const BufferGroup*> groups;
+  int64_t free_misses = 0;  // a request that has more waits until fewer than `turns` others are copying
+  int64_t turns = 1;
 };
-void launch_resolve(const SwapInRequest& request, const Scratch& scratch, const FusedCopy* copy, FaultRecord* fault,
-                    int device, Stream stream);
 
-// Moves the misses of a plan that is in device memory, for buffers `first` to `first + count` - 1 of a group.
+// With which kernel a batch is resolved: `ctas` of a request, their workspaces as `layout` says.
+struct ResolvePlan {
+  const void* kernel = nullptr;
+  int64_t ctas = 1;
+  WorkspaceLayout layout{};
+  int64_t scratch_bytes = 0;  // of device memory, for each row of the batch; 0: workspaces are in shared memory
+  int64_t most_shared = 0;
+};
+ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int device);
+
+// Resolves every row of the batch.
+void launch_resolve(const SwapInRequest& request, const ResolvePlan& plan, char* scratch, const FusedCopy& copy,
+                    FaultRecord* fault, int device, Stream stream);
+
+// Moves the misses of a plan that is in device memory. `follows_resolve`: launch_resolve is what the stream did last.
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
-                         FaultRecord* fault, Stream stream);
+                         bool follows_resolve, FaultRecord* fault, Stream stream);
 
 }  // namespace kvio::gpu

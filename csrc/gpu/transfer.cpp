@@ -31,8 +31,7 @@ bool ordered(const TransferRequest& request) {
 
 }  // namespace
 
-void transfer(TransferRequest* request) {
-  constexpr const char* op = "transfer";
+void transfer(const char* op, TransferRequest* request) {
   const int device = request->gpu_index;
   const DeviceGuard guard(op, device);
   raise_pending_fault(op, device);

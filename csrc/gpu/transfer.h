@@ -8,8 +8,8 @@
 
 namespace kvio::gpu {
 
-// Replaces host addresses and CPU indices in `request` by what the GPU uses.
-void transfer(TransferRequest* request);
+// Of every op that makes a TransferRequest. Replaces host addresses and CPU indices in it by what the GPU uses.
+void transfer(const char* op, TransferRequest* request);
 
 void memcpy_batch(const MemcpyBatchRequest& request);
 

@@ -429,15 +429,6 @@ bool encode_maps(const TmaPlan& plan, Params<kBuffers, kBoxes>* p, size_t count)
   return true;
 }
 
-// A kernel may use the device's whole shared memory once it has been told so, on every device.
-void allow_shared_memory(const void* kernel, int device, int bytes, std::atomic<bool>* allowed) {
-  if (allowed[device].load(std::memory_order_acquire)) return;
-  const RelaxedCapture relaxed;  // it loads the kernel
-  check("transfer", "raising the tma kernel's shared memory",
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  allowed[device].store(true, std::memory_order_release);
-}
-
 struct Launch {
   const TransferRequest& request;
   const BufferGroup& group;
@@ -472,9 +463,8 @@ bool launch_buffers(const Launch& launch) {
   p.num_stages = static_cast<uint32_t>(plan.stages);
   p.num_loaders = static_cast<uint32_t>(plan.loaders);
 
-  static std::atomic<bool> allowed[kMaxDevices];
   const void* kernel = reinterpret_cast<const void*>(tma_copy<kBuffers, kBoxes>);
-  allow_shared_memory(kernel, launch.device, launch.shared_limit, allowed);
+  allow_shared_memory("transfer", kernel, launch.device, launch.shared_limit);
   const int64_t shared = plan.stages * (plan.stage_bytes + tma_stage_overhead(plan.units_per_chunk));
   const int64_t blocks = std::min<int64_t>(plan.num_blocks, p.num_chunks);
   void* arguments[] = {&p};

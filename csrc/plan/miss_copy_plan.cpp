@@ -8,8 +8,6 @@
 namespace kvio {
 namespace {
 
-// Few registers a thread where 1,024 threads resolve as well.
-constexpr LaneSplit kFused[] = {{0, 1, 4}, {0, 2, 2}, {0, 4, 1}};
 constexpr LaneSplit kNarrow[] = {{0, 1, 16}};
 
 MissCopyPlan make_wave_copy_plan(int64_t unit_bytes, int64_t wave_lanes) {
@@ -29,15 +27,21 @@ MissCopyPlan make_plan(const BufferGroup& group, const PlatformPolicy& policy, b
   plan.packages = group.dst.piece_bytes / plan.package_bytes;
   plan.remainder = group.dst.piece_bytes % plan.package_bytes;
   const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(group.dst, group.src, bits)};
-  if (plan.package_bytes < 16) {
+  if (fused) {
+    // A line a step, so that few rows are spread over many lanes.
+    int64_t lanes = 1;
+    while (lanes < wave_lanes && lanes * plan.package_bytes < kLineBytes && lanes < plan.packages) lanes *= 2;
+    plan.split = {lanes, 1, 1};
+  } else if (plan.package_bytes < 16) {
     plan.split = choose_lane_split(unit, kNarrow, std::size(kNarrow), wave_lanes);
-  } else if (fused) {
-    plan.split = choose_lane_split(unit, kFused, std::size(kFused), wave_lanes);
   } else {
     plan.split = choose_lane_split(unit, wave_lanes);
   }
   plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
   plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
+  // One more package where a lane behind the last one takes the remainder.
+  const int64_t packages = plan.max_skew + plan.packages + (plan.remainder > 0 ? 1 : 0);
+  plan.steps = (packages + plan.split.lanes_per_unit - 1) / plan.split.lanes_per_unit;
   return plan;
 }
 
@@ -52,7 +56,7 @@ MissCopyPlan make_planned_copy_plan(const BufferGroup& group, const PlatformPoli
 
 int64_t cluster_ctas_for(int64_t batch, int64_t num_sms, bool has_clusters, const SwapInPolicy& policy) {
   int64_t ctas = has_clusters ? policy.cluster_ctas : 1;
-  while (ctas > 1 && batch * ctas > num_sms) ctas /= 2;
+  while (ctas > 1 && batch * ctas > std::min(num_sms, policy.copying_ctas)) ctas /= 2;
   return ctas;
 }
 

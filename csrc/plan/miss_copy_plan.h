@@ -14,13 +14,15 @@ struct MissCopyPlan {
   int64_t packages = 0;        // whole packages of a unit, a piece of a row
   int64_t remainder = 0;       // bytes of a unit after them
   LaneSplit split;
+  int64_t steps = 1;  // of a unit, where those who resolve copy it: its lanes have one package each in a step
   int64_t skew_alignment = 16;
   int64_t max_skew = 0;  // packages
 };
 
 struct SwapInPolicy {
-  int64_t fused_batch = 32;  // up to here the CTAs that resolve a request copy its rows as well
-  int64_t cluster_ctas = 4;  // of one request, where there are SMs for them
+  int64_t cluster_ctas = 4;       // of one request, at most
+  int64_t copying_ctas = 16;      // that copy at a time: they fill the link; more slow each other down
+  int64_t free_bytes = 32 << 10;  // a request that has no more to copy does not wait for its turn
 };
 
 // Kernels for whole packages of 16 bytes exist in these shapes; narrower packages are moved by one lane a package run.

@@ -91,14 +91,14 @@ int64_t max_indices_per_launch(const TransferRequest& request, const BufferGroup
 }
 
 RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
-                                int64_t num_sms, const RegisterPolicy& policy) {
+                                int64_t num_sms, const RegisterPolicy& policy, const SharedPlan& shared) {
   RegisterPlan plan;
   plan.dst = group.dst;
   plan.src = group.src;
   plan.slots_per_index = request.slots_per_index;
   join_pages(&plan.dst, &plan.src, &plan.slots_per_index);
-  const uint64_t bits = address_bits(group);
-  plan.package_bytes = copy_width(plan.dst, plan.src, bits);
+  const uint64_t bits = address_bits(group) | shared.address_bits;
+  plan.package_bytes = std::min(shared.max_package_bytes, copy_width(plan.dst, plan.src, bits));
   cut_long_pieces(&plan, policy);
 
   const int64_t piece = plan.dst.piece_bytes;
@@ -108,7 +108,8 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
     plan.split = wave_copy_split(piece, plan.package_bytes, policy.wave_lanes);
   } else {
     const UnitShape unit{plan.packages, plan.package_bytes, address_alignment(plan.dst, plan.src, bits)};
-    plan.split = remembered_split(unit, policy.wave_lanes);
+    plan.split = shared.only != nullptr ? choose_lane_split(unit, shared.only, 1, policy.wave_lanes)
+                                        : remembered_split(unit, policy.wave_lanes);
     plan.skew_alignment = step_alignment(plan.split.lanes_per_unit, plan.package_bytes);
     plan.max_skew = max_skew(unit, plan.split.lanes_per_unit);
   }
@@ -130,6 +131,7 @@ RegisterPlan make_register_plan(const TransferRequest& request, const BufferGrou
     per_item /= 2;
   }
   plan.units_per_item = per_item;
+  plan.wanted_blocks = wanted_blocks;
   const int64_t loads = (per_item * plan.packages + policy.wave_lanes - 1) / policy.wave_lanes;
   plan.stretch_loads = (loads + 17) / 18 < (loads + 15) / 16 ? 18 : 16;
   const int64_t items = (plan.units + per_item - 1) / per_item * buffers;

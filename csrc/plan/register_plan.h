@@ -62,6 +62,7 @@ struct RegisterPlan {
   int64_t stretch_loads = 16;   // loads of a lane in flight where units follow each other: 16 or 18
   int64_t units = 0;            // of one buffer
   int64_t units_per_item = 32;
+  int64_t wanted_blocks = 1;  // whatever the number of items
   int64_t num_blocks = 1;
   // Items of one slot range over all buffers come next to each other (true), or all items of one buffer do (false):
   // whichever keeps concurrent host addresses close together.
@@ -94,9 +95,17 @@ constexpr RegisterPolicy register_policy(Platform platform) {
   return policy;
 }
 
+// What a plan has to share with others of its launch.
+struct SharedPlan {
+  uint64_t address_bits = 0;        // or-ed addresses of further buffers that the plan serves
+  int64_t max_package_bytes = 16;   // one load
+  const LaneSplit* only = nullptr;  // the kernel, where it is chosen already; lanes_per_unit is of no matter
+};
+
 // `num_sms` bounds device-to-device grids. `range` is the number of index positions this launch serves.
 RegisterPlan make_register_plan(const TransferRequest& request, const BufferGroup& group, int64_t range,
-                                int64_t num_sms, const RegisterPolicy& policy = register_policy(Platform::kCuda));
+                                int64_t num_sms, const RegisterPolicy& policy = register_policy(Platform::kCuda),
+                                const SharedPlan& shared = SharedPlan());
 
 constexpr int64_t kMaxBuffersPerLaunch = 256;  // 128 layers x K and V
 

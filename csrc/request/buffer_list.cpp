@@ -30,17 +30,6 @@ void check_pair(const char* op, const SideNames& names, size_t i, const TensorVi
   }
 }
 
-// A destination dim of stride 0 would be written many times over.
-void check_not_expanded(const char* op, const char* argument, size_t i, const TensorView& dst) {
-  if (is_empty(dst)) return;
-  for (int64_t d = 0; d < dst.ndim; ++d) {
-    if (dst.strides[d] == 0 && dst.sizes[d] > 1) {
-      fail(op, argument, "[", i, "] has stride 0 in dimension ", d, " of size ", dst.sizes[d],
-           "; it needs memory of its own for every element (no expanded tensor)");
-    }
-  }
-}
-
 }  // namespace
 
 SlotLimit slot_limit(const std::vector<BufferGroup>& groups, PoolView BufferGroup::* side) {
@@ -120,10 +109,21 @@ void check_one_device(const char* op, const char* argument, const std::vector<Te
 
 void check_has_storage(const char* op, const char* argument, int64_t position, const TensorView& t) {
   const int64_t extent = extent_bytes(t);
-  if (extent <= t.storage_bytes) return;
+  // A view without a byte may begin anywhere, also behind its storage.
+  if (extent == 0 || extent <= t.storage_bytes) return;
   const std::string item = position < 0 ? "" : "[" + std::to_string(position) + "]";
   fail(op, argument, item, " spans ", extent, " bytes but its storage has ", t.storage_bytes,
        " from there on; it needs a storage that was not resized");
+}
+
+void check_not_expanded(const char* op, const char* argument, size_t i, const TensorView& dst) {
+  if (is_empty(dst)) return;
+  for (int64_t d = 0; d < dst.ndim; ++d) {
+    if (dst.strides[d] == 0 && dst.sizes[d] > 1) {
+      fail(op, argument, "[", i, "] has stride 0 in dimension ", d, " of size ", dst.sizes[d],
+           "; it needs memory of its own for every element (no expanded tensor)");
+    }
+  }
 }
 
 void check_row_ndim(const char* op, int64_t row_ndim) {

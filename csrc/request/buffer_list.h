@@ -1,6 +1,7 @@
 // The two lists of buffers of a call: checked in pairs, and grouped by geometry. Every op that moves rows shares this.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -45,6 +46,9 @@ void check_one_device(const char* op, const char* argument, const std::vector<Te
 // A view can outlive its memory: resizing a storage leaves the views as they are.
 // `position` is that of a list's item, -1 for an argument that is no list.
 void check_has_storage(const char* op, const char* argument, int64_t position, const TensorView& tensor);
+
+// Throws where a dim of stride 0 would be written many times over.
+void check_not_expanded(const char* op, const char* argument, size_t position, const TensorView& tensor);
 
 // Options that several ops have.
 void check_row_ndim(const char* op, int64_t row_ndim);

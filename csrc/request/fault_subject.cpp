@@ -23,6 +23,15 @@ constexpr FaultSubject kSubjects[] = {
     {"swap_in", "device_locs", true, kNoLocation},
     {"copy_planned", "miss_src", true, kNotMoved},
     {"copy_planned", "miss_dst", true, kNotMoved},
+    {"write_back", "dst_indices", false, kNotMoved},
+    {"write_back", "src_indices", false, kNotMoved},
+    {"restore", "dst_indices", false, kNotMoved},
+    {"restore", "src_indices", false, kNotMoved},
+    {"load_layers", "dst_indices", false, kNotMoved},
+    {"load_layers", "src_indices", false, kNotMoved},
+    {"load_layers", "epoch", false, "Waits for that epoch may have passed before its rows were in place", true},
+    {"wait_layer", "flags", true, "It gave up after timeout_ms, and what follows it read rows that were not in place",
+     true},
 };
 
 }  // namespace
@@ -36,6 +45,10 @@ std::string fault_place(const FaultSubject& subject, int64_t position) {
   std::string place = std::string(subject.argument) + "[";
   if (subject.is_matrix) place += std::to_string(position >> 32) + ", ";
   return place + std::to_string(subject.is_matrix ? position & 0xffffffff : position) + "]";
+}
+
+std::string fault_need(const FaultSubject& subject, int64_t limit) {
+  return subject.is_too_old ? std::to_string(limit) + " or more" : "0 to " + std::to_string(limit - 1);
 }
 
 }  // namespace kvio

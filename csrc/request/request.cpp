@@ -9,8 +9,6 @@
 namespace kvio {
 namespace {
 
-constexpr SideNames kSides{"dst", "src"};
-
 void check_index_tensor(const char* op, const char* argument, const TensorView& t, DtypeName dtype_name) {
   if (!t.is_int32 && !t.is_int64) {
     fail(op, argument, " has dtype ", dtype_name(t.dtype), "; it needs int32 or int64");
@@ -23,14 +21,14 @@ void check_index_tensor(const char* op, const char* argument, const TensorView& 
 }
 
 // CPU kernels read an index after rows before it have been written, long after it was checked.
-void check_indices_apart(const char* op, const std::vector<TensorView>& dst, const char* argument,
+void check_indices_apart(const char* op, const char* dst_name, const std::vector<TensorView>& dst, const char* argument,
                          const TensorView& indices) {
   const char* begin = indices.data;
   const char* end = begin + extent_bytes(indices);
   for (size_t i = 0; i < dst.size(); ++i) {
     const int64_t extent = extent_bytes(dst[i]);
     if (extent > 0 && begin < end && begin < dst[i].data + extent && dst[i].data < end) {
-      fail(op, argument, " shares memory with dst[", i, "]; it needs memory of its own");
+      fail(op, argument, " shares memory with ", dst_name, "[", i, "]; it needs memory of its own");
     }
   }
 }
@@ -43,8 +41,8 @@ void check_not_empty(const char* op, const TransferRequest& request) {
          request.slots_per_index, "); it needs at least that many when there are indices");
   };
   for (const BufferGroup& group : request.groups) {
-    check("dst", group, group.dst);
-    check("src", group, group.src);
+    check(request.names.dst, group, group.dst);
+    check(request.names.src, group, group.src);
   }
 }
 
@@ -84,20 +82,22 @@ void set_devices(const char* op, TransferRequest* request, const std::vector<Ten
     if (indices->device == DeviceKind::kGpu) request->gpu_index = indices->device_index;
   }
   if (dst.empty()) return;
-  check_one_device(op, "dst", dst);
-  check_one_device(op, "src", src);
+  const SideNames& names = request->names;
+  check_one_device(op, names.dst, dst);
+  check_one_device(op, names.src, src);
   request->dst_device = dst[0].device;
   request->src_device = src[0].device;
   const auto join = [&](const char* argument, const TensorView& t) {
     if (t.device != DeviceKind::kGpu) return;
     if (request->gpu_index >= 0 && request->gpu_index != t.device_index) {
-      fail(op, argument, " is on cuda:", t.device_index, " but another argument is on cuda:", request->gpu_index,
-           "; it needs one GPU for dst, src and indices (a copy between GPUs goes through a host pool)");
+      fail(op, argument, "[0] is on cuda:", t.device_index, " but another argument is on cuda:", request->gpu_index,
+           "; it needs one GPU for ", names.dst, ", ", names.src,
+           " and indices (a copy between GPUs goes through a host pool)");
     }
     request->gpu_index = t.device_index;
   };
-  join("dst[0]", dst[0]);
-  join("src[0]", src[0]);
+  join(names.dst, dst[0]);
+  join(names.src, src[0]);
 }
 
 }  // namespace
@@ -120,7 +120,8 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
                                       DtypeName dtype_name) {
   check_options(op, options);
   if (dst.size() != src.size()) {
-    fail(op, "src has ", src.size(), " tensors but dst has ", dst.size(), "; it needs lists of equal length");
+    fail(op, options.names.src, " has ", src.size(), " tensors but ", options.names.dst, " has ", dst.size(),
+         "; it needs lists of equal length");
   }
   check_index_tensor(op, "dst_indices", dst_indices, dtype_name);
   check_index_tensor(op, "src_indices", src_indices, dtype_name);
@@ -134,6 +135,7 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
   }
 
   TransferRequest request;
+  request.names = options.names;
   set_devices(op, &request, dst, src, dst_indices, src_indices, options.one_index_device);
   request.dst_indices = {dst_indices.data, dst_indices.strides[0], dst_indices.is_int64};
   request.src_indices = {src_indices.data, src_indices.strides[0], src_indices.is_int64};
@@ -144,13 +146,13 @@ TransferRequest make_transfer_request(const char* op, const std::vector<TensorVi
   request.backend = options.backend;
   request.prefer = options.prefer == "quiet" ? Prefer::kQuiet : Prefer::kThroughput;
 
-  request.groups = group_buffers(op, kSides, dst, src, options.row_ndim, dtype_name);
+  request.groups = group_buffers(op, request.names, dst, src, options.row_ndim, dtype_name);
   if (request.num_indices > 0) check_not_empty(op, request);
-  check_countable(op, kSides, request.groups);
+  check_countable(op, request.names, request.groups);
   check_page_pieces(op, request);
   if (request.index_device == DeviceKind::kCpu && request.dst_device == DeviceKind::kCpu) {
-    check_indices_apart(op, dst, "dst_indices", dst_indices);
-    check_indices_apart(op, dst, "src_indices", src_indices);
+    check_indices_apart(op, request.names.dst, dst, "dst_indices", dst_indices);
+    check_indices_apart(op, request.names.dst, dst, "src_indices", src_indices);
   }
   return request;
 }
@@ -188,12 +190,13 @@ void check_side(const char* op, const char* argument, const char* pool, const Tr
 
 // Destinations written twice and rows both read and written, whose bytes the order of copying decides.
 void find_conflicts(const char* op, const TransferRequest& request) {
+  const char* dst = request.names.dst;
   std::unordered_map<const void*, int64_t> buffers;
   for (const BufferGroup& group : request.groups) {
     for (size_t b = 0; b < group.dst_base.size() && request.num_indices > 0; ++b) {
       const auto [it, fresh] = buffers.emplace(group.dst_base[b], group.position[b]);
       if (!fresh) {
-        fail(op, "dst[", group.position[b], "] is the memory of dst[", it->second,
+        fail(op, dst, "[", group.position[b], "] is the memory of ", dst, "[", it->second,
              "]; it needs every destination once (KVIO_DEBUG_CHECKS is set)");
       }
     }
@@ -214,7 +217,7 @@ void find_conflicts(const char* op, const TransferRequest& request) {
       for (int64_t i = 0; i < request.num_indices; ++i) {
         const auto it = written.find(request.src_indices.at(i));
         if (it == written.end()) continue;
-        fail(op, "src_indices[", i, "] is ", request.src_indices.at(i), ", a row of dst[", buffer->second,
+        fail(op, "src_indices[", i, "] is ", request.src_indices.at(i), ", a row of ", dst, "[", buffer->second,
              "] that dst_indices[", it->second,
              "] writes; it needs rows that this call does not write "
              "(KVIO_DEBUG_CHECKS is set)");
@@ -229,8 +232,8 @@ void check_cpu_indices(const char* op, const TransferRequest& request, bool with
   if (request.groups.empty()) return;
   const bool read_dst = request.dst_index_device == DeviceKind::kCpu;
   const bool read_src = request.src_index_device == DeviceKind::kCpu;
-  if (read_dst) check_side(op, "dst_indices", "dst", request, request.dst_indices, &BufferGroup::dst);
-  if (read_src) check_side(op, "src_indices", "src", request, request.src_indices, &BufferGroup::src);
+  if (read_dst) check_side(op, "dst_indices", request.names.dst, request, request.dst_indices, &BufferGroup::dst);
+  if (read_src) check_side(op, "src_indices", request.names.src, request, request.src_indices, &BufferGroup::src);
   if (with_conflicts && read_dst && read_src) find_conflicts(op, request);
 }
 

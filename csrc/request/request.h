@@ -42,6 +42,7 @@ struct TransferOptions {
   int64_t num_blocks = 0;
   std::string prefer = "throughput";
   bool one_index_device = true;  // else the two index lists may lie on different devices
+  SideNames names{"dst", "src"};
 };
 
 struct TransferRequest {
@@ -59,6 +60,7 @@ struct TransferRequest {
   DeviceKind index_device = DeviceKind::kCpu;  // of both lists, where they are on one
   DeviceKind dst_index_device = DeviceKind::kCpu;
   DeviceKind src_index_device = DeviceKind::kCpu;
+  SideNames names{"dst", "src"};
   // What a fault of a kernel is called, and where in the caller's lists these begin.
   FaultOp fault_op = FaultOp::kTransfer;
   int64_t first_position = 0;

@@ -3,6 +3,8 @@
 import shutil
 
 import pytest
+import test_staged_compile
+import test_swap_in_compile
 import torch
 import torch._dynamo
 from test_compile import FUNCTIONS, check_compiled, make_arguments
@@ -185,6 +187,60 @@ def test_an_out_of_range_index_in_a_compiled_function_is_reported(backend):
         sgl_kvio.check()
 
 
+# The other ops that move rows.
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", inductor])
+@pytest.mark.parametrize(
+    "function", test_swap_in_compile.FUNCTIONS, ids=lambda function: function.__name__
+)
+def test_a_compiled_swap_in_leaves_the_same_state(function, backend):
+    check_compiled(function, backend, test_swap_in_compile.make_arguments("cuda"))
+
+
+def check_staged(function, backend):
+    """Two compiled and two eager calls leave the same bytes in both pools, in place."""
+    torch._dynamo.reset()
+    arguments = test_staged_compile.make_arguments("cuda", "pinned")
+    host, card, *lists, staging = arguments
+    twin_host, twin_card = host.clone().pin_memory(), card.clone()
+    address = host.data_ptr()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for _ in range(2):
+        want = function(twin_host, twin_card, *lists, staging.clone())
+        got = compiled(*arguments)
+        torch.cuda.synchronize()
+        assert_same_bytes(got, want, "result")
+        assert_same_bytes(host, twin_host, "host pool")
+        assert_same_bytes(card, twin_card, "device pool")
+    assert host.data_ptr() == address
+    assert host.is_pinned()
+
+
+@pytest.mark.parametrize("backend", ["eager", inductor])
+@pytest.mark.parametrize(
+    "function", test_staged_compile.FUNCTIONS, ids=lambda function: function.__name__
+)
+def test_compiled_staged_transfers_leave_the_same_bytes(function, backend):
+    check_staged(function, backend)
+
+
+def test_aot_eager_restores_whole_pages():
+    check_staged(test_staged_compile.restore_pages, "aot_eager")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [test_staged_compile.write_back_pages, test_staged_compile.write_back_and_restore],
+    ids=lambda function: function.__name__,
+)
+def test_a_staged_destination_that_aot_eager_cloned_is_right_or_refused_in_words(function):
+    text = error_text(check_staged, function, "aot_eager")
+    assert text == "" or ("page-locked" in text and "clone" in text)
+    torch.cuda.synchronize()
+    sgl_kvio.check()
+
+
 # opcheck clones its arguments, which makes page-locked memory pageable: GPU tensors only.
 
 
@@ -203,3 +259,26 @@ def test_opcheck_passes_on_memcpy_batch():
     dst, src = ([cases.contiguous_pool((8, 16), torch.int32, s).cuda()] for s in (0, 1))
     arguments = (dst, src, [0, 64], [128, 3], [16, 5])
     torch.library.opcheck(torch.ops.kvio.memcpy_batch.default, arguments)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    range(len(list(test_swap_in_compile.swap_in_samples()))),
+    ids=["plain", "everything", "no rows"],
+)
+def test_opcheck_passes_on_swap_in(sample):
+    arguments, options = list(test_swap_in_compile.swap_in_samples("cuda"))[sample]
+    torch.library.opcheck(torch.ops.kvio.swap_in.default, arguments, options)
+
+
+@pytest.mark.parametrize("skip_io", [False, True])
+def test_opcheck_passes_on_copy_planned(skip_io):
+    *_, host, device, _, _, real = test_swap_in_compile.make_arguments("cuda")
+    src = torch.tensor([[3, 1], [60, 0]], device="cuda")
+    dst, count = (
+        torch.tensor(entries, dtype=torch.int32, device="cuda")
+        for entries in ([[7, 1], [9, 0]], [2, 1])
+    )
+    op = torch.ops.kvio.copy_planned.default
+    arguments = ([host[0]], [device[0]], src, dst, count, real)
+    torch.library.opcheck(op, arguments, {"skip_io": skip_io})

@@ -12,7 +12,13 @@ import torch
 
 import cases
 import sgl_kvio
-from reference import assert_same_bytes, moved, needs_bulk_copies, refused
+from reference import (
+    assert_same_bytes,
+    kernels_of_two_streams_run_side_by_side,
+    moved,
+    needs_bulk_copies,
+    refused,
+)
 
 LONG = 400_000_000  # cycles, about 0.2 s
 DIRECTIONS = ("h2d", "d2h", "d2d")
@@ -338,19 +344,6 @@ def load_kernels(dst, src, backend):
         for count in (1, 60):
             lists = indices(place, count, 1), indices(place, count, 2)
             sgl_kvio.transfer(dst, src, *lists, backend=backend)
-
-
-def kernels_of_two_streams_run_side_by_side():
-    """Not so under a tool that checks every kernel by itself."""
-    slow, fast = torch.cuda.Stream(), torch.cuda.Stream()
-    with torch.cuda.stream(slow):
-        torch.cuda._sleep(2 * LONG)
-    with torch.cuda.stream(fast):
-        torch.zeros(1, device="cuda")
-    fast.synchronize()
-    side_by_side = not slow.query()
-    torch.cuda.synchronize()
-    return side_by_side
 
 
 @KERNEL

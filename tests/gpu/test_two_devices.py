@@ -128,3 +128,23 @@ def test_a_list_over_two_gpus_is_refused_by_name():
     at = torch.zeros(1, dtype=torch.int64, device="cuda:0")
     with refused(r"dst\[1\]", got="cuda:1", unchanged=[dst]):
         sgl_kvio.transfer([dst, dst.to("cuda:1")], [src, src], at, at)
+
+
+def test_a_handle_serves_both_gpus_each_with_a_token_of_its_own():
+    host = cases.contiguous_pool((64, 2, 8), torch.int32, 1).pin_memory()
+    handle = sgl_kvio.register_pool(host)
+    want = host.clone()
+    for index in range(2):
+        place = f"cuda:{index}"
+        card = cases.contiguous_pool((64, 2, 8), torch.int32, 2 + index).to(place)
+        at, frm = (torch.randperm(64)[:20].to(place) for _ in range(2))
+        token, other = (torch.zeros(1, device=f"cuda:{i}") for i in (index, 1 - index))
+        with refused("token", got=f"is on cuda:{1 - index}", op="write_back"):
+            sgl_kvio.write_back(handle, other, card, at, frm)
+        sgl_kvio.write_back(handle, token, card, at, frm)
+        torch.cuda.synchronize(index)
+        want = moved(want, card, at.cpu(), frm.cpu())
+        assert_same_bytes(host, want, "host pool")
+        sgl_kvio.restore(handle, token, card, frm, at)
+        assert_same_bytes(card[frm], host[at.cpu()], place)
+    sgl_kvio.unregister_pool(handle)

@@ -19,6 +19,7 @@
 #include "plan/copy_plan.h"
 #include "plan/copy_round.h"
 #include "plan/copy_width.h"
+#include "plan/layers_plan.h"
 #include "plan/miss_copy_plan.h"
 #include "plan/order.h"
 #include "plan/rates.h"
@@ -27,6 +28,7 @@
 #include "plan/runs.h"
 #include "plan/staged_plan.h"
 #include "plan/tma_plan.h"
+#include "request/load_layers_request.h"
 #include "request/pool_view.h"
 #include "request/request.h"
 #include "request/staged_request.h"
@@ -37,8 +39,9 @@ namespace py = pybind11;
 
 namespace kvio {
 
-void bind_swap_in_steps(py::module_& m);    // swap_in_steps.cpp
-void bind_wave_copy_moves(py::module_& m);  // wave_copy_moves.cpp
+void bind_layer_flags_steps(py::module_& m);  // layer_flags_steps.cpp
+void bind_swap_in_steps(py::module_& m);      // swap_in_steps.cpp
+void bind_wave_copy_moves(py::module_& m);    // wave_copy_moves.cpp
 
 namespace {
 
@@ -345,6 +348,63 @@ void bind_plan(py::module_& m) {
       py::arg("request"), py::arg("group"));
 }
 
+// A request for all layers and the index arrays that it points into.
+struct OwningLayers {
+  LoadLayersRequest request;
+  Tensor dst_indices;
+  Tensor src_indices;
+};
+
+void bind_layers(py::module_& m) {
+  py::class_<OwningLayers>(m, "LoadLayersRequest")
+      .def_property_readonly("num_layers", [](const OwningLayers& r) { return r.request.num_layers; })
+      .def_property_readonly("num_buffers", [](const OwningLayers& r) { return r.request.num_buffers; })
+      .def_property_readonly("is_stacked", [](const OwningLayers& r) { return r.request.is_stacked(); })
+      .def_property_readonly("gpu_index", [](const OwningLayers& r) { return r.request.layer.gpu_index; })
+      .def("groups_of", [](const OwningLayers& r, int64_t layer) { return r.request.layer_at(layer).groups; });
+  m.def(
+      "make_load_layers_request",
+      [](const std::vector<Tensor>& dst, const std::vector<Tensor>& src, const Tensor& dst_indices,
+         const Tensor& src_indices, const Tensor& flags, const std::optional<Tensor>& epoch, int64_t number,
+         int64_t num_layers, int64_t page_size, const std::string& index_unit, int64_t num_blocks) {
+        LoadLayersOptions options;
+        options.epoch = number;
+        options.num_layers = num_layers;
+        options.transfer.page_size = page_size;
+        options.transfer.index_unit = index_unit;
+        options.transfer.num_blocks = num_blocks;
+        std::optional<TensorView> epoch_view;
+        if (epoch) epoch_view = epoch->view();
+        return OwningLayers{make_load_layers_request({views_of(dst), views_of(src), dst_indices.view(),
+                                                      src_indices.view(), flags.view(), epoch_view},
+                                                     options, name_of),
+                            dst_indices, src_indices};
+      },
+      py::arg("dst"), py::arg("src"), py::arg("dst_indices"), py::arg("src_indices"), py::arg("flags"), py::kw_only(),
+      py::arg("epoch") = std::nullopt, py::arg("number") = 1, py::arg("num_layers") = 0, py::arg("page_size") = 1,
+      py::arg("index_unit") = "token", py::arg("num_blocks") = 0);
+
+  py::class_<LayerShape>(m, "LayerShape")
+      .def_readonly("group", &LayerShape::group)
+      .def_readonly("plan", &LayerShape::plan)
+      .def_readonly("items", &LayerShape::items);
+  py::class_<LayersPlan>(m, "LayersPlan")
+      .def_property_readonly(
+          "shapes",
+          [](const LayersPlan& plan) { return std::vector<LayerShape>(plan.shapes, plan.shapes + plan.num_shapes); })
+      .def_readonly("num_buffers", &LayersPlan::num_buffers)
+      .def_readonly("package_bytes", &LayersPlan::package_bytes)
+      .def_property_readonly("kernel", [](const LayersPlan& plan) { return tuple_of(plan.kernel); })
+      .def_readonly("items_per_layer", &LayersPlan::items_per_layer)
+      .def_readonly("num_blocks", &LayersPlan::num_blocks);
+  m.def(
+      "make_layers_plan",
+      [](const OwningLayers& r, int64_t num_sms, const RegisterPolicy& policy) {
+        return make_layers_plan(r.request, num_sms, policy);
+      },
+      py::arg("request"), py::kw_only(), py::arg("num_sms") = 132, py::arg("policy") = RegisterPolicy());
+}
+
 void bind_tma_plan(py::module_& m) {
   m.def("tma_refusal", [](const OwningRequest& r) { return tma_refusal(r.request); }, py::arg("request"));
   m.def("tma_stage_overhead", &tma_stage_overhead, py::arg("units_per_chunk"));
@@ -496,8 +556,9 @@ const char* kept(const std::string& text) {
 void bind_facts(py::module_& m) {
   m.def("fault_subject", [](int64_t number) {
     const FaultSubject subject = fault_subject(number);
-    return std::make_tuple(subject.op, subject.argument, subject.is_matrix, subject.consequence);
+    return std::make_tuple(subject.op, subject.argument, subject.is_matrix, subject.consequence, subject.is_too_old);
   });
+  m.def("fault_need", [](int64_t number, int64_t limit) { return fault_need(fault_subject(number), limit); });
   m.def("fault_place", [](int64_t number, int64_t position) { return fault_place(fault_subject(number), position); });
   m.def("matrix_position", &matrix_position);
   py::enum_<Direction>(m, "Direction")
@@ -715,6 +776,8 @@ PYBIND11_MODULE(kvio_native, m) {
   m.doc() = "Host C++ of csrc/request and csrc/plan, for tests.";
   kvio::bind_request(m);
   kvio::bind_plan(m);
+  kvio::bind_layers(m);
+  kvio::bind_layer_flags_steps(m);
   kvio::bind_tma_plan(m);
   kvio::bind_copy(m);
   kvio::bind_facts(m);

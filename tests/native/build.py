@@ -23,10 +23,12 @@ HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
 SOURCES = (
     HERE / "bridge.cpp",
+    HERE / "layer_flags_steps.cpp",
     HERE / "swap_in_steps.cpp",
     HERE / "wave_copy_moves.cpp",
     CSRC / "request" / "buffer_list.cpp",
     CSRC / "request" / "fault_subject.cpp",
+    CSRC / "request" / "load_layers_request.cpp",
     CSRC / "request" / "request.cpp",
     CSRC / "request" / "staged_request.cpp",
     CSRC / "request" / "swap_in_request.cpp",
@@ -37,6 +39,7 @@ SOURCES = (
     CSRC / "plan" / "backend.cpp",
     CSRC / "plan" / "copy_plan.cpp",
     CSRC / "plan" / "copy_width.cpp",
+    CSRC / "plan" / "layers_plan.cpp",
     CSRC / "plan" / "miss_copy_plan.cpp",
     CSRC / "plan" / "order.cpp",
     CSRC / "plan" / "rates.cpp",
@@ -103,7 +106,7 @@ def build(folder: Path) -> Path:
     headers = sorted(path for room in ("request", "plan") for path in (CSRC / room).glob("*.h"))
     headers += [
         CSRC / "error.h",
-        *(CSRC / "gpu" / f"{n}.h" for n in ("swap_in_resolve", "wave_copy")),
+        *(CSRC / "gpu" / name for name in ("layer_flags.h", "swap_in_resolve.h", "wave_copy.h")),
     ]
     with ThreadPoolExecutor(max_workers=min(len(SOURCES), os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(compile_object, folder, command, s, headers) for s in SOURCES]

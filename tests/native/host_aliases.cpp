@@ -252,6 +252,55 @@ void a_whole_request() {
   }
 }
 
+// Three layers of K and V, V without a byte: stacked, then a tensor for every buffer of every layer.
+kvio::LoadLayersRequest layers_of_a_load(bool listed) {
+  kvio::LoadLayersRequest request;
+  request.layer.dst_device = kvio::DeviceKind::kGpu;
+  request.layer.src_device = kvio::DeviceKind::kCpu;
+  request.num_layers = 3;
+  request.num_buffers = 2;
+  request.dst_step = {16, 16};
+  request.src_step = {listed ? 0 : static_cast<int64_t>(2 * kMiB), 0};
+  for (int64_t b = 0; b < 2; ++b) {
+    kvio::BufferGroup group;
+    group.dst.num_pieces = group.src.num_pieces = 1;
+    group.dst.piece_bytes = group.src.piece_bytes = b == 0 ? 16 : 0;
+    group.src_extent = kMiB;
+    group.dst_base = {at(0x1000)};
+    group.src_base = {at(b == 0 ? kPool + 5 : 0x2000)};
+    group.position = {b};
+    request.layer.groups.push_back(group);
+  }
+  for (uintptr_t layer = 0; layer < 3 && listed; ++layer) {
+    request.dst_listed.insert(request.dst_listed.end(), {at(0x1000), at(0x1000)});
+    request.src_listed.insert(request.src_listed.end(), {at(kPool + 5 + layer * 2 * kMiB), at(0x2000)});
+  }
+  return request;
+}
+
+void all_layers_of_a_load() {
+  host_register(at(kPool), 6 * kMiB, 2 * kMiB, 0);
+  for (const bool listed : {false, true}) {
+    kvio::LoadLayersRequest request = layers_of_a_load(listed);
+    kvio::gpu::translate_host_layers("load_layers", &request);
+    for (int64_t layer = 0; layer < 3; ++layer) {
+      const kvio::TransferRequest one = request.layer_at(layer);
+      const uintptr_t host = kPool + 5 + static_cast<uintptr_t>(layer) * 2 * kMiB;
+      expect(one.groups[0].src_base[0] == at(alias_of(host)), "a layer is not translated");
+      expect(one.groups[1].src_base[0] == at(0x2000), "rows without a byte are looked at");
+      expect(one.groups[0].dst_base[0] == at(0x1000 + (listed ? 0 : 16 * layer)), "a destination is translated");
+    }
+  }
+  host_unregister(at(kPool), 6 * kMiB, 0);
+  host_register(at(kPool), 4 * kMiB, 0, 0);
+  kvio::LoadLayersRequest stacked = layers_of_a_load(false);
+  expect_in("src[0] spans 5242880 bytes but only 4194299",
+            refusal([&] { kvio::gpu::translate_host_layers("load_layers", &stacked); }));
+  kvio::LoadLayersRequest listed = layers_of_a_load(true);
+  expect_in("src[4] is host memory that is not page-locked",
+            refusal([&] { kvio::gpu::translate_host_layers("load_layers", &listed); }));
+}
+
 #ifdef KVIO_ROCM
 
 void long_batches() {
@@ -286,6 +335,7 @@ const std::map<std::string, std::function<void()>> kCases = {
     {"memory_that_is_not_page_locked", memory_that_is_not_page_locked},
     {"unregistered_again", unregistered_again},
     {"a_whole_request", a_whole_request},
+    {"all_layers_of_a_load", all_layers_of_a_load},
 #ifdef KVIO_ROCM
     {"long_batches", long_batches},
     {"batches_of_an_unknown_runtime", batches_of_an_unknown_runtime},

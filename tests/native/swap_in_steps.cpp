@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -17,43 +18,71 @@ namespace py = pybind11;
 namespace kvio {
 namespace {
 
+using gpu::Count;
 using gpu::Job;
 using gpu::ResolveParams;
 using gpu::SwapInArgument;
 using gpu::Tally;
 using gpu::Thread;
+using gpu::Vote;
 using gpu::Workspace;
 
 using Fault = std::tuple<int, int64_t, int64_t, int64_t>;  // argument, position, value, limit
 
 struct HostEnv {
+  const ResolveParams* p;
+  const Job* job;
   std::vector<Fault>* faults;
+  int32_t wave = 1;
+  bool counts = false;
+  std::vector<bool> votes[2] = {};
 
   int32_t claim(int32_t* at, int32_t expected, int32_t value) const {
     const int32_t before = *at;
     if (before == expected) *at = value;
     return before;
   }
-  void lower(int32_t* at, int32_t value) const { *at = std::min(*at, value); }
-  void fault(SwapInArgument argument, int64_t position, int64_t value, int64_t limit) const {
-    faults->emplace_back(static_cast<int>(argument), position, value, limit);
+  void raise(int32_t* at, int32_t most) const { *at = std::max(*at, most); }
+  void post_slots(uint32_t* words, int32_t slot, bool flag) const {
+    const uint32_t bit = 1u << (slot & 31);
+    words[slot >> 5] = flag ? words[slot >> 5] | bit : words[slot >> 5] & ~bit;
+  }
+  // All votes of a step are cast when it is taken for the first time, and counted when it is taken again.
+  Count vote(Vote on, int32_t at, bool flag) {
+    std::vector<bool>& of = votes[static_cast<size_t>(on)];
+    if (!counts) {
+      if (of.size() <= static_cast<size_t>(at)) of.resize(static_cast<size_t>(at) + 1);
+      of[static_cast<size_t>(at)] = flag;
+      return {0, 0};
+    }
+    if (of.at(static_cast<size_t>(at)) != flag) throw std::logic_error("another vote than was cast");
+    const auto wave_begin = of.begin() + at / wave * wave;
+    return {static_cast<int32_t>(std::count(wave_begin, of.begin() + at, true)),
+            static_cast<int32_t>(std::count(wave_begin, wave_begin + wave, true))};
+  }
+  void note(SwapInArgument argument, int32_t column, int64_t value) const {
+    if (counts) return;
+    faults->emplace_back(static_cast<int>(argument), gpu::fault_position(*job, argument, column), value,
+                         gpu::fault_limit(*p, *job, argument));
   }
 };
 
 // Threads of a CTA, and their order in each step.
 class Cta {
  public:
-  Cta(int32_t count, uint64_t seed) : order_(static_cast<size_t>(count)), random_(seed) {
+  Cta(int32_t count, int32_t wave, uint64_t seed) : wave_(wave), order_(static_cast<size_t>(count)), random_(seed) {
     std::iota(order_.begin(), order_.end(), 0);
   }
 
   template <class Step>
   void all(Step step) {
     std::shuffle(order_.begin(), order_.end(), random_);
-    for (const int32_t number : order_) step(Thread{number, static_cast<int32_t>(order_.size())});
+    const int32_t count = static_cast<int32_t>(order_.size());
+    for (const int32_t number : order_) step(Thread{number, count, wave_});
   }
 
  private:
+  int32_t wave_;
   std::vector<int32_t> order_;
   std::mt19937_64 random_;
 };
@@ -61,35 +90,54 @@ class Cta {
 using Address = std::tuple<uint64_t, int64_t>;  // of entry 0, and entries from row to row
 
 template <class T>
-Rows<T> rows_at(const Address& at) {
-  return {reinterpret_cast<T*>(std::get<0>(at)), std::get<1>(at)};
+gpu::ShortRows<T> rows_at(const Address& at) {
+  return {reinterpret_cast<T*>(std::get<0>(at)), static_cast<uint32_t>(std::get<1>(at))};
 }
 
-std::vector<Tally> sums_before(const std::vector<Tally>& tallies, Tally* all) {
+// Of the waves before each thread's; all threads of a wave have its tally.
+std::vector<Tally> sums_before(const std::vector<Tally>& tallies, int32_t wave, Tally* all) {
   std::vector<Tally> before;
   *all = Tally();
-  for (const Tally& tally : tallies) {
-    before.push_back(*all);
-    all->hits += tally.hits;
-    all->misses += tally.misses;
+  Tally of_waves{};
+  for (size_t i = 0; i < tallies.size(); ++i) {
+    if (i % static_cast<size_t>(wave) == 0) {
+      of_waves = *all;
+      all->hits += tallies[i].hits;
+      all->misses += tallies[i].misses;
+    }
+    before.push_back(of_waves);
   }
   return before;
 }
 
-int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, uint64_t seed,
-                std::vector<Fault>* faults) {
-  HostEnv env{faults};
-  Cta cta(threads, seed);
-  std::vector<Tally> tallies(static_cast<size_t>(threads));
-  cta.all([&](const Thread& t) { gpu::stage(env, p, w, job, t); });
-  cta.all([&](const Thread& t) { gpu::insert(env, p, w, t); });
-  cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, t); });
-  cta.all([&](const Thread& t) { tallies[static_cast<size_t>(t.number)] = gpu::count(env, p, w, job, t); });
+int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, int32_t wave,
+                uint64_t seed, std::vector<Fault>* faults) {
+  HostEnv env{&p, &job, faults, wave};
+  Cta cta(threads, wave, seed);
+  const size_t count = static_cast<size_t>(threads);
+  std::vector<gpu::First> first(count);
+  std::vector<Tally> tallies(count);
+  const auto of = [](auto& values, const Thread& t) { return &values[static_cast<size_t>(t.number)]; };
+  cta.all([&](const Thread& t) {
+    gpu::begin(p, job.batch_row, t, of(first, t));
+    gpu::clear(p, w, t);
+    gpu::fetch(p, job, t, of(first, t));
+  });
+  cta.all([&](const Thread& t) { gpu::insert(env, p, w, job, t, *of(first, t)); });
+  if (*w.repeated != 0) cta.all([&](const Thread& t) { gpu::settle(env, p, w, t); });
+  cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, t, *of(first, t)); });
+  cta.all([&](const Thread& t) { gpu::judge(env, p, w, job, t, *of(first, t)); });
+  env.counts = true;
+  cta.all([&](const Thread& t) { *of(tallies, t) = gpu::judge(env, p, w, job, t, *of(first, t)); });
+  env.counts = false;
   Tally all;
-  const std::vector<Tally> before = sums_before(tallies, &all);
-  cta.all([&](const Thread& t) { gpu::order(p, w, before[static_cast<size_t>(t.number)], all, t); });
-  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, before[static_cast<size_t>(t.number)], all, t); });
-  cta.all([&](const Thread& t) { gpu::finish(p, w, job, all, t); });
+  std::vector<Tally> before = sums_before(tallies, wave, &all);
+  cta.all([&](const Thread& t) { gpu::place(p, w, job, t, *of(before, t), all); });
+  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, all); });
+  if (*w.repeated != 0) {
+    cta.all([&](const Thread& t) { gpu::tell(p, w, t, *of(before, t)); });
+    if (job.records) cta.all([&](const Thread& t) { gpu::repeat(p, w, job, t); });
+  }
   return all.misses;
 }
 
@@ -101,51 +149,51 @@ void bind_swap_in_steps(py::module_& m) {
       [](const Address& top_k_tokens, const Address& tokens, const Address& locs, const Address& host_locs,
          bool wide_host_locs, const Address& lru, const Address& out, const Address& device_locs,
          const Address& miss_src, const Address& miss_dst, const Address& miss_count, int64_t host_slots,
-         int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, int64_t request,
-         int64_t seq_len, int32_t threads, uint64_t seed) {
+         int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, uint32_t request,
+         int64_t seq_len, bool records, int32_t threads, int32_t wave, int64_t most_bytes, uint64_t seed) {
         ResolveParams p{};
         p.top_k_tokens = rows_at<const int32_t>(top_k_tokens);
         p.device_buffer_tokens = rows_at<int32_t>(tokens);
         p.device_buffer_locs = rows_at<const int32_t>(locs);
-        p.host_cache_locs.data = reinterpret_cast<const void*>(std::get<0>(host_locs));
-        p.host_cache_locs.stride = std::get<1>(host_locs);
-        p.host_cache_locs.is_int64 = wide_host_locs;
+        p.host_is_int64 = wide_host_locs;
+        p.host_cache_locs = rows_at<const uint32_t>(host_locs);
+        if (wide_host_locs) p.host_cache_locs.stride *= 2;
         p.lru_slots = rows_at<int16_t>(lru);
         p.top_k_device_locs = rows_at<int32_t>(out);
         p.device_locs = rows_at<const int32_t>(device_locs);
-        p.plan.miss_src = rows_at<int64_t>(miss_src);
-        p.plan.miss_dst = rows_at<int32_t>(miss_dst);
-        p.plan.miss_count = {reinterpret_cast<int32_t*>(std::get<0>(miss_count)), std::get<1>(miss_count)};
+        p.miss_src = rows_at<int64_t>(miss_src);
+        p.miss_dst = rows_at<int32_t>(miss_dst);
+        p.miss_count = {reinterpret_cast<int32_t*>(std::get<0>(miss_count)), std::get<1>(miss_count)};
         p.host_slots = host_slots;
-        p.device_slots = device_slots;
+        p.device_slots = static_cast<uint32_t>(std::min<int64_t>(device_slots, int64_t{1} << 31));
         p.max_len = max_len;
         p.top_k = top_k;
         p.hot_slots = hot_slots;
-        p.hash_bits = gpu::hash_bits_for(top_k);
-        std::vector<char> memory(static_cast<size_t>(gpu::workspace_bytes(top_k, hot_slots, p.hash_bits)) + 16,
-                                 static_cast<char>(0x5a));
+        p.layout = gpu::lay_out_workspace(top_k, hot_slots, threads, most_bytes);
+        std::vector<char> memory(static_cast<size_t>(p.layout.bytes) + 16, static_cast<char>(0x5a));
         char* base = memory.data() + (16 - reinterpret_cast<uint64_t>(memory.data()) % 16) % 16;
-        const Workspace w = gpu::workspace_at(base, p);
-        const Job job{batch_row, request, seq_len};
+        const Workspace w = gpu::workspace_at(base, p.layout);
+        const Job job = gpu::make_job(p, batch_row, request, seq_len, records);
         std::vector<Fault> faults;
         std::vector<std::tuple<int64_t, int32_t>> moves;
         if (seq_len <= hot_slots && p.device_locs.data == nullptr) {
-          HostEnv env{&faults};
+          HostEnv env{&p, &job, &faults};
           for (int32_t i = 0; i < top_k; ++i) {
-            gpu::row_of(p.top_k_device_locs, batch_row)[i] = gpu::direct_result(env, p, job, i);
+            gpu::row_of(p.top_k_device_locs, batch_row)[i] = gpu::direct_result(env, p, job, seq_len, i);
           }
           gpu::record_misses(p, batch_row, 0);
-        } else {
-          const int32_t misses = resolve(p, w, job, threads, seed, &faults);
-          for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
+          return std::make_tuple(moves, faults);
         }
+        const int32_t misses = resolve(p, w, job, threads, wave, seed, &faults);
+        for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
         return std::make_tuple(moves, faults);
       },
       py::kw_only(), py::arg("top_k_tokens"), py::arg("tokens"), py::arg("locs"), py::arg("host_locs"),
       py::arg("wide_host_locs"), py::arg("lru"), py::arg("out"), py::arg("device_locs"), py::arg("miss_src"),
       py::arg("miss_dst"), py::arg("miss_count"), py::arg("host_slots"), py::arg("device_slots"), py::arg("max_len"),
       py::arg("top_k"), py::arg("hot_slots"), py::arg("batch_row"), py::arg("request"), py::arg("seq_len"),
-      py::arg("threads"), py::arg("seed"), "((host location, device location) of each miss, faults)");
+      py::arg("records"), py::arg("threads"), py::arg("wave"), py::arg("most_bytes"), py::arg("seed"),
+      "((host location, device location) of each miss, faults)");
 }
 
 }  // namespace kvio

@@ -15,6 +15,7 @@ CASES = (
     "memory_that_is_not_page_locked",
     "unregistered_again",
     "a_whole_request",
+    "all_layers_of_a_load",
 )
 HIP_CASES = ("long_batches", "batches_of_an_unknown_runtime")
 

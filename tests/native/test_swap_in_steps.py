@@ -11,7 +11,9 @@ import torch
 import sgl_kvio
 import swap_in_cases
 
-THREADS = (1, 3, 32, 257)
+# Threads of a CTA, and of each of their waves.
+TEAMS = ((1, 1), (3, 1), (32, 32), (128, 64), (257, 1), (1024, 32))
+SHARED_MEMORY = 227 << 10
 STATE = ("host_cache_locs", "device_buffer_locs", "lru_slots")
 ARGUMENTS = ("top_k_tokens", *STATE, "", "device_locs")
 
@@ -23,9 +25,10 @@ def address(tensor):
 class Resolver:
     """Called like `sgl_kvio.swap_in`, by the steps of the kernel."""
 
-    def __init__(self, kvio, threads, seed=0):
+    def __init__(self, kvio, team, seed=0, most_bytes=SHARED_MEMORY):
         self.kvio = kvio
-        self.threads = threads
+        self.threads, self.wave = team
+        self.most_bytes = most_bytes
         self.random = random.Random(seed)
         self.faults = set()
 
@@ -79,7 +82,10 @@ class Resolver:
             batch_row=b,
             request=int(given["req_pool_indices"][b]),
             seq_len=int(given["seq_lens"][b]),
+            records=True,
             threads=self.threads,
+            wave=self.wave,
+            most_bytes=self.most_bytes,
             seed=self.random.getrandbits(32),
         )
         self.faults |= {
@@ -104,11 +110,11 @@ class Resolver:
             swap_in_cases.put_rows(device, to, swap_in_cases.take_rows(host, frm))
 
 
-@pytest.mark.parametrize("threads", THREADS)
+@pytest.mark.parametrize("team", TEAMS, ids=str)
 @pytest.mark.parametrize("spec", swap_in_cases.random_specs(12, 7), ids=lambda spec: str(spec.seed))
-def test_threads_in_any_order_do_what_the_oracle_does(kvio, spec, threads):
+def test_threads_in_any_order_do_what_the_oracle_does(kvio, spec, team):
     world = swap_in_cases.World(spec)
-    resolve = Resolver(kvio, threads, spec.seed)
+    resolve = Resolver(kvio, team, spec.seed)
     for _ in range(25):
         world.step(call=resolve)
     assert not resolve.faults
@@ -117,7 +123,7 @@ def test_threads_in_any_order_do_what_the_oracle_does(kvio, spec, threads):
 @pytest.mark.parametrize("spec", swap_in_cases.random_specs(20, 8), ids=lambda spec: str(spec.seed))
 def test_bad_values_spoil_no_more_than_they_name(kvio, spec, monkeypatch):
     world = swap_in_cases.World(spec)
-    resolve = Resolver(kvio, 32, spec.seed)
+    resolve = Resolver(kvio, (32, 32), spec.seed)
     monkeypatch.setattr(sgl_kvio, "swap_in", resolve)
     for _ in range(25):
         resolve.faults.clear()
@@ -138,8 +144,9 @@ def large_call(hot, top_k, length, seed):
     return selected, resident, locs, host_locs, order
 
 
+@pytest.mark.parametrize("team", [(512, 64), (1024, 32)], ids=str)
 @pytest.mark.parametrize(("hot", "top_k"), [(4096, 2048), (8192, 2048), (32767, 32767), (64, 64)])
-def test_sizes_of_engines_and_the_largest_ones(kvio, hot, top_k):
+def test_sizes_of_engines_and_the_largest_ones(kvio, hot, top_k, team):
     length = 3 * hot
     selected, resident, locs, host_locs, order = large_call(hot, top_k, length, hot)
     call = swap_in_cases.swap_in_oracle.Call(
@@ -175,7 +182,7 @@ def test_sizes_of_engines_and_the_largest_ones(kvio, hot, top_k):
         "miss_dst": torch.zeros(1, top_k, dtype=torch.int32),
         "miss_count": torch.zeros(1, dtype=torch.int32),
     }
-    Resolver(kvio, 1024)(**given)
+    Resolver(kvio, team)(**given)
     assert out.tolist() == want.locs
     assert given["device_buffer_tokens"].tolist() == want.tokens
     assert given["lru_slots"].tolist() == want.lru
