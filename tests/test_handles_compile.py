@@ -78,7 +78,8 @@ def load_into_views(pool, k, v, at, frm):
 
 def pages_by_the_op(pool, k, v, at, frm):
     options = {"page_size": P, "index_unit": "page", "prefer": "quiet"}
-    torch.ops.kvio.write_back(pool.handle, pool.token, [k], at % N, frm % N, **options)
+    # Pages that are written differ from each other: which of two moves comes last is open on a GPU.
+    torch.ops.kvio.write_back(pool.handle, pool.token, [k], (frm + 1) % N, at % N, **options)
     torch.ops.kvio.restore(pool.handle, pool.token, [v], frm % N, at % N, **options)
     return k + v
 

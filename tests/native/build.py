@@ -106,7 +106,7 @@ def build(folder: Path) -> Path:
     headers = sorted(path for room in ("request", "plan") for path in (CSRC / room).glob("*.h"))
     headers += [
         CSRC / "error.h",
-        *(CSRC / "gpu" / name for name in ("layer_flags.h", "swap_in_resolve.h", "wave_copy.h")),
+        *(CSRC / "gpu" / f"{n}.h" for n in ("layer_flags", "swap_in_resolve", "wave_copy")),
     ]
     with ThreadPoolExecutor(max_workers=min(len(SOURCES), os.cpu_count() or 1)) as pool:
         jobs = [pool.submit(compile_object, folder, command, s, headers) for s in SOURCES]
