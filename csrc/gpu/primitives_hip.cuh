@@ -51,10 +51,6 @@ __device__ __forceinline__ T atomicSub(T* at, Value value) {
   return atomicAdd(at, static_cast<T>(-static_cast<T>(value)));
 }
 template <class T>
-__device__ __forceinline__ T atomicSub(T* at, T value) {
-  return __hip_atomic_fetch_sub(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
-}
-template <class T>
 __device__ __forceinline__ T atomicMin(T* at, T value) {
   return __hip_atomic_fetch_min(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
