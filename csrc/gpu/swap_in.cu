@@ -1,6 +1,6 @@
-// Swap-in: one CTA resolves a request (gpu/swap_in_resolve.h), in shared memory where its tables fit, and copies the rows
-// that are missing; few requests have several CTAs each, which all resolve and share the copying. What that does not
-// serve is left to the kernel of copy_planned, over all requests.
+// Swap-in: one CTA resolves a request (gpu/swap_in_resolve.h), in shared memory where its tables fit, and copies the
+// rows that are missing; few requests have several CTAs each, which all resolve and share the copying. What that does
+// not serve is left to the kernel of copy_planned, over all requests.
 //
 // What shaped it (H200, PCIe gen5 x16):
 // * This stands between the indexer and attention, so latency counts: a launch (1.8 us), loads of the request, of its
