@@ -1,9 +1,9 @@
 """What does a swap-in cost beside its floor, and beside the same work by torch?
 
-    python bench/swap_in.py                    everything, 100 seconds on an H200
+    python bench/swap_in.py                    everything, 40 seconds on an H200
     python bench/swap_in.py --quick            a look, 25 seconds
     python bench/swap_in.py --sections cpu     only some of: cpu, rows, ways, hosts
-    python bench/swap_in.py --targets          the promised figures beside their floors, 40 seconds
+    python bench/swap_in.py --targets          the promised figures beside their floors, 15 seconds
 
 A call serves one layer of a batch of long requests, each of which misses exactly as many tokens as
 the configuration says. `swap_in` stands beside the same call in a CUDA graph, what resolving alone

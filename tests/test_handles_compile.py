@@ -77,10 +77,11 @@ def load_into_views(pool, k, v, at, frm):
 
 
 def pages_by_the_op(pool, k, v, at, frm):
+    """One page a call: of several indices two may name the same one, and on a GPU either wins."""
     options = {"page_size": P, "index_unit": "page", "prefer": "quiet"}
-    # Pages that are written differ from each other: which of two moves comes last is open on a GPU.
-    torch.ops.kvio.write_back(pool.handle, pool.token, [k], (frm + 1) % N, at % N, **options)
-    torch.ops.kvio.restore(pool.handle, pool.token, [v], frm % N, at % N, **options)
+    at, frm = at[:1] % N, frm[:1] % N
+    torch.ops.kvio.write_back(pool.handle, pool.token, [k], at, frm, **options)
+    torch.ops.kvio.restore(pool.handle, pool.token, [v], frm, at, **options)
     return k + v
 
 

@@ -174,11 +174,12 @@ def test_it_loads_and_runs_its_cpu_ops_without_rocm(package):
 
 @pytest.mark.parametrize("name", ["test_transfer", "test_staged", "test_swap_in"])
 def test_its_cpu_ops_pass_the_tests_of_any_build(package, name):
-    """MHA, MLA and K-only pools; one covering of the cases."""
+    """MHA, MLA and K-only pools; one covering of the cases, without the longest test."""
     code = f"""
 import sys, pytest, sgl_kvio
 assert sgl_kvio.capabilities()["backend"] == "rocm"
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", {str(ROOT / "tests" / name)!r} + ".py"]))
+options = ["-q", "-p", "no:cacheprovider", "-k", "not state_machine"]
+sys.exit(pytest.main([*options, {str(ROOT / "tests" / name)!r} + ".py"]))
 """
     said = " ".join(run_with(package, code, KVIO_TEST_COVERINGS="1"))
     assert int(re.search(r"(\d+) passed", said)[1]) > 200
@@ -246,9 +247,9 @@ def test_scattered_rows_are_moved_by_the_wave_copy(library, width, rows_at_once)
     kernels = [
         body
         for name, body in disassembly_of_gfx942(library).items()
-        if re.search(rf"register_copyILi{width}E", name)
+        if re.search(rf"(register_copy|load_layers_kernel)ILi{width}E", name)
     ]
-    assert len(kernels) == 2
+    assert len(kernels) == 4, "of few buffers and of many"
     of_stretches = 2 * 16 + 2 * 18 if width == 16 else 0
     for body in kernels:
         non_temporal = re.findall(r"global_load_dwordx4 .* nt\b", body)

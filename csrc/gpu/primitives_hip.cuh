@@ -46,9 +46,9 @@ template <class T>
 __device__ __forceinline__ T atomicAdd(T* at, T value) {
   return __hip_atomic_fetch_add(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
-template <class T>
-__device__ __forceinline__ T atomicSub(T* at, T value) {
-  return __hip_atomic_fetch_sub(at, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+template <class T, class Value>
+__device__ __forceinline__ T atomicSub(T* at, Value value) {
+  return atomicAdd(at, static_cast<T>(-static_cast<T>(value)));
 }
 template <class T>
 __device__ __forceinline__ T atomicMin(T* at, T value) {

@@ -25,9 +25,10 @@ struct SwapInPolicy {
   int64_t free_bytes = 32 << 10;  // a request that has no more to copy does not wait for its turn
 };
 
-// Kernels for whole packages of 16 bytes exist in these shapes; narrower packages are moved by one lane a package run.
-// The wave copy has one shape and finds the packages of a row itself: a plan for it has 16-byte ones whatever the
-// alignment, and lanes by plan/copy_round.h.
+// Fused: for those who resolve, a line a step. Planned: for copy_planned, whose kernels for packages of 16 bytes exist
+// in the shapes of plan/register_plan.h; narrower packages are moved by one lane a package run. The wave copy has one
+// shape and finds the packages of a row itself: a plan for it has 16-byte ones whatever the alignment, and lanes by
+// plan/copy_round.h.
 MissCopyPlan make_fused_copy_plan(const BufferGroup& group, const PlatformPolicy& policy);
 MissCopyPlan make_planned_copy_plan(const BufferGroup& group, const PlatformPolicy& policy);
 

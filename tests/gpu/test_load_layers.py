@@ -666,14 +666,16 @@ def test_a_bad_index_skips_its_row_in_every_layer_and_keeps_no_flag_down(value, 
         memory[:, at, :, : rig.row[1]] = host[:, frm]
     (rig.at if side == "dst_indices" else rig.frm)[5] = value
     rig.load_beside(1)
+    torch.cuda.synchronize()
+    # Any call that comes later would raise it.
+    fault = sgl_kvio.take_fault()
+    assert fault == [17 if side == "dst_indices" else 18, 5, value, rig.slots]
     for layer in range(rig.layers):
         sgl_kvio.wait_layer(rig.flags, layer, 1)
     torch.cuda.synchronize()
     for got, expected in zip(rig.memory, want, strict=True):
         assert_same_bytes(got, expected, "device pool")
     assert rig.flags.tolist() == [[1] * rig.layers, [0] * rig.layers]
-    fault = sgl_kvio.take_fault()
-    assert fault == [17 if side == "dst_indices" else 18, 5, value, rig.slots]
 
 
 # Bad input.

@@ -301,9 +301,15 @@ void bind_plan(py::module_& m) {
       .def_readonly("package_bytes", &MissCopyPlan::package_bytes)
       .def_readonly("packages", &MissCopyPlan::packages)
       .def_readonly("remainder", &MissCopyPlan::remainder)
+      .def_readonly("steps", &MissCopyPlan::steps)
+      .def_readonly("skew_alignment", &MissCopyPlan::skew_alignment)
       .def_property_readonly("split", [](const MissCopyPlan& plan) { return tuple_of(plan.split); });
   m.def("make_fused_copy_plan", &make_fused_copy_plan, py::arg("group"), py::arg("policy"));
   m.def("make_planned_copy_plan", &make_planned_copy_plan, py::arg("group"), py::arg("policy"));
+  m.def(
+      "cluster_ctas_for",
+      [](int64_t batch, int64_t num_sms, bool has_clusters) { return cluster_ctas_for(batch, num_sms, has_clusters); },
+      py::arg("batch"), py::arg("num_sms"), py::arg("has_clusters"));
   m.def("register_policy", &register_policy, py::arg("platform"));
 
   py::class_<RegisterPolicy>(m, "RegisterPolicy")

@@ -59,7 +59,6 @@ def launch(
     located = [
         register_kernel.locate(shape.plan, dst_indices, src_indices) for shape in plan.shapes
     ]
-    wave = policy.wave_lanes
     num_waves = plan.num_blocks * policy.warps_per_block
     for number in range(num_waves):
         for layer, item in items_of_wave(plan, request.num_layers, number, num_waves):
@@ -74,14 +73,6 @@ def launch(
             group = layers[layer][buffer.group]
             dst = group.dst_base[buffer.place] + to[units]
             src = group.src_base[buffer.place] + source[units]
-            good = inside[units].copy()
-            if register_kernel.is_stretch(cut, dst, src, good):
-                moves = list(register_kernel.copy_stretch(cut, dst, src, wave))
-            elif policy.wave_copy:
-                moves = list(register_kernel.wave_copy(kvio, cut, dst, src, good))
-                good[:] = False  # it moves all of a unit
-            else:
-                moves = list(register_kernel.copy_units(cut, dst, src, good, wave))
-            moves += register_kernel.copy_remainder(cut, dst[good], src[good])
-            for move in moves:
+            good = inside[units]
+            for move in register_kernel.copy_item(kvio, cut, policy, dst, src, good):
                 yield layer, number, move

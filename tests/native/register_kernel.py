@@ -114,24 +114,27 @@ def wave_copy(kvio, plan, dst, src, inside) -> Iterator[Moves]:
         yield to, of, width
 
 
+def copy_item(kvio, plan, policy, dst, src, inside) -> Iterator[Moves]:
+    wave = policy.wave_lanes
+    if is_stretch(plan, dst, src, inside):
+        yield from copy_stretch(plan, dst, src, wave)
+    elif policy.wave_copy:
+        yield from wave_copy(kvio, plan, dst, src, inside)
+        return  # it moves all of a unit
+    else:
+        yield from copy_units(plan, dst, src, inside, wave)
+    yield from copy_remainder(plan, dst[inside], src[inside])
+
+
 def launch(kvio, plan, policy, group, dst_indices, src_indices) -> Iterator[Moves]:
     to, source, inside = locate(plan, dst_indices, src_indices)
-    wave = policy.wave_lanes
     num_warps = plan.num_blocks * policy.warps_per_block
     for warp in range(num_warps):
         for buffer, first in items_of_warp(plan, len(group.dst_base), warp, num_warps):
             units = slice(first, min(first + plan.units_per_item, plan.units))
             dst = group.dst_base[buffer] + to[units]
             src = group.src_base[buffer] + source[units]
-            good = inside[units]
-            if is_stretch(plan, dst, src, good):
-                yield from copy_stretch(plan, dst, src, wave)
-            elif policy.wave_copy:
-                yield from wave_copy(kvio, plan, dst, src, good)
-                continue  # it moves all of a unit
-            else:
-                yield from copy_units(plan, dst, src, good, wave)
-            yield from copy_remainder(plan, dst[good], src[good])
+            yield from copy_item(kvio, plan, policy, dst, src, inside[units])
 
 
 def bytes_moved(moves) -> np.ndarray:

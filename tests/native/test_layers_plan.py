@@ -123,7 +123,7 @@ def by_layer(kvio, load, form, policy):
     waves = [set() for _ in range(load.num_layers)]
     walked = ()
     if plan.items_per_layer:
-        lists = load.dst_indices, load.src_indices
+        lists = (load.dst_indices, load.src_indices)
         walked = layers_kernel.launch(kvio, plan, policy, request, *lists)
     for layer, wave, move in walked:
         moves[layer].append(move)

@@ -48,3 +48,31 @@ def test_on_cuda_packages_are_as_wide_as_addresses_allow(kvio, make_plan):
     for alignment in (1, 2, 4, 8, 16):
         plan = make_plan(group_of(kvio, 512, alignment), policy)
         assert plan.package_bytes == alignment
+
+
+def test_those_who_resolve_reach_every_package_and_the_remainder_in_their_steps(kvio):
+    """The walk of copy_steps: lane c of a step has package step * lanes + c - skew, and the lane
+    behind the last package the remainder."""
+    policy = kvio.policy_of(kvio.Platform.cuda)
+    for row_bytes in ROWS:
+        for alignment in (1, 2, 4, 8, 16, 32, 64, 128):
+            plan = kvio.make_fused_copy_plan(group_of(kvio, row_bytes, alignment), policy)
+            lanes, width = plan.split[0], plan.package_bytes
+            behind = 1 if plan.remainder else 0
+            # Rows follow each other: they begin where both their size and the first one allow.
+            apart = min(alignment, row_bytes & -row_bytes)
+            for start in range(0, plan.skew_alignment, apart):
+                skew = start // width
+                at = range(-skew, plan.steps * lanes - skew)
+                assert set(range(plan.packages + behind)) <= set(at), (row_bytes, alignment)
+
+
+def test_few_requests_have_a_cluster_each(kvio):
+    ctas = {batch: kvio.cluster_ctas_for(batch, 132, True) for batch in range(1, 300)}
+    assert ctas[1] == 4
+    assert ctas[100] == 1
+    for batch, count in ctas.items():
+        assert count in (1, 2, 4)
+        assert count == 1 or batch * count <= 16
+    assert kvio.cluster_ctas_for(1, 132, False) == 1
+    assert kvio.cluster_ctas_for(1, 2, True) == 2

@@ -12,7 +12,7 @@ import sgl_kvio
 import swap_in_cases
 
 # Threads of a CTA, and of each of their waves.
-TEAMS = ((1, 1), (3, 1), (32, 32), (128, 64), (257, 1), (1024, 32))
+TEAMS = ((1, 1), (3, 1), (32, 32), (128, 64), (257, 1))
 SHARED_MEMORY = 227 << 10
 STATE = ("host_cache_locs", "device_buffer_locs", "lru_slots")
 ARGUMENTS = ("top_k_tokens", *STATE, "", "device_locs")
