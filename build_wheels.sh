@@ -2,6 +2,7 @@
 # Builds every wheel that this machine's toolchains allow, checks each, and writes docs/wheel-matrix.md from what it saw.
 #
 #   ./build_wheels.sh [BACKEND...]     cpu, cuda, rocm; default: all whose compiler is here, the others are named
+#   ./build_wheels.sh --tests          only the environments and the table, for the wheels of the last run
 #   ./build_wheels.sh --table          only the table, from the last run and bench/results/wheel-*.json
 #
 # Wheels and the source distribution go to dist/, all else to build/wheels/. A wheel is built from the unpacked source
@@ -28,21 +29,25 @@ work=$PWD/build/wheels
 dist=$PWD/dist
 table=$PWD/docs/wheel-matrix.md
 tools=$work/tools/bin/python
+workers=$(nproc)
+((workers <= 4)) || workers=4
 environments=${KVIO_WHEEL_ENVS-3.10=2.10.0 3.11=2.13.0 3.13=2.14.1}
 twice=" ${KVIO_WHEEL_TWICE-cpu} "
 into_wheels=(sgl_kvio csrc cmake CMakeLists.txt setup.py pyproject.toml README.md LICENSE tools/wheel_requirements.txt)
 python_only="compile or export or memory or rates or cli or page_store or loader or fuzz"
-left_out=()
-built_twice=()
 
 say() { printf '== %4d s  %s\n' "$SECONDS" "$*"; }
 
 leave_out() {
-    left_out+=("$*")
+    echo "$*" >>"$work/left_out.txt"
     say "left out: $*"
 }
 
 write_table() {
+    local arguments=(--epoch "$(cat "$work/epoch.txt")") line
+    while read -r line; do arguments+=(--left-out "$line"); done < <(sort -u "$work/left_out.txt")
+    while read -r line; do arguments+=(--built-twice "$line"); done <"$work/built_twice.txt"
+    "$tools" tools/wheels.py describe "$work/run.json" "${arguments[@]}"
     mkdir -p "${table%/*}"
     shopt -s nullglob
     "$tools" tools/wheels.py matrix "$work" "$table" bench/results/wheel-*.json
@@ -102,14 +107,14 @@ find_python() { # VERSION: an interpreter that can make environments; nothing wh
 
 site_of() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
-test_wheel() { # PYTHON BASE_SITE WHEEL CELL_NAME: a new environment on top of the one that has torch
+test_wheel() { # PYTHON BASE WHEEL CELL_NAME: a new environment on top of the one that has torch
     local python=$1 base=$2 wheel=$3 name=$4 cell=$work/cell site selection=()
     rm -rf "$cell"
-    "$python" -m venv "$cell"
+    "$python" -m venv --without-pip "$cell"
     site=$(site_of "$cell/bin/python")
-    echo "$base" >"$site/torch_and_pytest.pth"
+    site_of "$base/bin/python" >"$site/torch_and_pytest.pth"
     # From no index: whatever the wheel asks for besides torch would fail here.
-    "$cell/bin/python" -m pip install -q --no-index "$wheel"
+    "$base/bin/python" -m pip --python "$cell/bin/python" install -q --no-index "$wheel"
     [[ $wheel == *+cpu-* ]] || selection=(-k "not ($python_only)")
     (cd "$work" && KVIO_TEST_CASES=1 "$cell/bin/python" "$OLDPWD/tools/wheel_cell.py" --tests "$work/outside/tests" \
         --within "$site" --wheel "${wheel##*/}" --out "$work/cells/$name.json" -- -n "$workers" --durations=10 "${selection[@]}") \
@@ -118,7 +123,38 @@ test_wheel() { # PYTHON BASE_SITE WHEEL CELL_NAME: a new environment on top of t
     rm -rf "$cell"
 }
 
-if [[ ${1:-} == --table ]]; then
+test_in_environments() { # every wheel in dist/ in every environment; leaves cells
+    local pair version torch python base wheel name wheels=("$dist"/sgl_kvio-*.whl)
+    [[ -f ${wheels[0]} ]] || { echo "dist/ holds no wheel" >&2; return 1; }
+    rm -rf "$work/outside"
+    mkdir -p "$work/outside"
+    cp -r tests "$work/outside/tests"
+    rm -rf "$work/outside/tests/native" # compiles csrc, and says nothing about a wheel
+    for pair in $environments; do
+        version=${pair%=*} torch=${pair#*=}
+        python=$(find_python "$version")
+        if [[ -z $python ]]; then
+            leave_out "Python $version with torch $torch: no such Python with venv"
+            continue
+        fi
+        say "environment: Python $version, torch $torch"
+        base=$work/base-$version
+        rm -rf "$base"
+        "$python" -m venv "$base"
+        "$base/bin/python" -m pip install -q "torch==$torch" pytest pytest-xdist hypothesis numpy
+        for wheel in "${wheels[@]}"; do
+            say "${wheel##*/}"
+            name=${wheel##*/sgl_kvio-}
+            test_wheel "$python" "$base" "$wheel" "$version-${name%%-*}"
+        done
+        rm -rf "$base"
+    done
+}
+
+if [[ ${1:-} == --tests ]]; then
+    test_in_environments
+fi
+if [[ ${1:-} == --t* ]]; then
     write_table
     exit
 fi
@@ -129,15 +165,16 @@ for backend in "${asked[@]}"; do
 done
 
 mkdir -p "$work" "$dist"
-rm -rf "$work"/{facts,cells,logs,outside} "$dist"/sgl_kvio-*
-mkdir -p "$work"/{facts,cells,logs,outside}
+rm -rf "$work"/{facts,cells,logs} "$dist"/sgl_kvio-*
+mkdir -p "$work"/{facts,cells,logs}
+: >"$work/left_out.txt"
+: >"$work/built_twice.txt"
 if [[ -z ${SOURCE_DATE_EPOCH:-} ]]; then
     SOURCE_DATE_EPOCH=$(git log -1 --format=%ct -- "${into_wheels[@]}" 2>/dev/null || true)
 fi
 # 2020-01-01 where there is no commit to ask.
 export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-1577836800}
-workers=$(nproc)
-((workers <= 4)) || workers=4
+echo "$SOURCE_DATE_EPOCH" >"$work/epoch.txt"
 
 say "tools: pip install -r tools/wheel_requirements.txt"
 make_tools
@@ -164,42 +201,14 @@ for backend in "${asked[@]}"; do
         say "$backend: build again $where"
         build "$backend" "$source" "$work/again/$backend"
         cmp "$wheel" "$work/again/$backend/${wheel##*/}"
-        built_twice+=("$backend=yes, $where")
+        echo "$backend=yes, $where" >>"$work/built_twice.txt"
         rm -rf "$work/again"
     fi
     cp "$wheel" "$dist/"
     "$tools" tools/wheels.py check "$dist/${wheel##*/}" "$work/facts/$backend.json" --moved "$work/stubs/moved.json"
     rm -rf "$work/source-$backend"
 done
-wheels=("$dist"/sgl_kvio-*.whl)
-[[ -f ${wheels[0]} ]] || { echo "no wheel was built" >&2; exit 1; }
-
-cp -r tests "$work/outside/tests"
-rm -rf "$work/outside/tests/native" # compiles csrc, and says nothing about a wheel
-for pair in $environments; do
-    version=${pair%=*} torch=${pair#*=}
-    python=$(find_python "$version")
-    if [[ -z $python ]]; then
-        leave_out "Python $version with torch $torch: no such Python with venv"
-        continue
-    fi
-    say "environment: Python $version, torch $torch"
-    base=$work/base-$version
-    rm -rf "$base"
-    "$python" -m venv "$base"
-    "$base/bin/python" -m pip install -q "torch==$torch" pytest pytest-xdist hypothesis numpy
-    for wheel in "${wheels[@]}"; do
-        say "${wheel##*/}"
-        name=${wheel##*/sgl_kvio-}
-        test_wheel "$python" "$(site_of "$base/bin/python")" "$wheel" "$version-${name%%-*}"
-    done
-    rm -rf "$base"
-done
-
-arguments=(--epoch "$SOURCE_DATE_EPOCH")
-for text in "${left_out[@]}"; do arguments+=(--left-out "$text"); done
-for text in "${built_twice[@]}"; do arguments+=(--built-twice "$text"); done
-"$tools" tools/wheels.py describe "$work/run.json" "${arguments[@]}"
+test_in_environments
 write_table
 say "wheels in dist/:"
 (cd "$dist" && ls -l sgl_kvio-*)
