@@ -151,10 +151,8 @@ test_in_environments() { # every wheel in dist/ in every environment; leaves cel
     done
 }
 
-if [[ ${1:-} == --tests ]]; then
-    test_in_environments
-fi
-if [[ ${1:-} == --t* ]]; then
+if [[ ${1:-} == --tests || ${1:-} == --table ]]; then
+    [[ $1 == --table ]] || test_in_environments
     write_table
     exit
 fi

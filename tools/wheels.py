@@ -461,15 +461,13 @@ def matrix(run_folder: Path, others: list[Path]) -> str:
 
 def describe(left_out: list[str], built_twice: list[str], epoch: str) -> dict[str, Any]:
     """What the run was: the machine, its compilers, what it could not do."""
-    import torch
-
     cxx = run(os.environ.get("CXX", "c++"), "--version").splitlines()[0]
     return {
         "machine": f"{platform.system()} {platform.machine()}",
         "glibc": platform.libc_ver()[1],
         "cxx": cxx,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": importlib.metadata.version("torch"),
         "epoch": epoch,
         "left_out": left_out,
         "built_twice": dict(item.split("=", 1) for item in built_twice),
