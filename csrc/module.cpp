@@ -4,7 +4,9 @@
 
 // libstdc++'s reference counts ask this whether they may do without atomics. glibc has it from 2.32 on; with an answer
 // of our own, "no", the file loads with older ones.
-extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
 
 namespace {
 
