@@ -193,9 +193,9 @@ for backend in "${asked[@]}"; do
     build "$backend" "$work/source-$backend" "$work/$backend"
     wheel=$(ls "$work/$backend"/*.whl)
     if [[ $twice == *" $backend "* ]]; then
-        # nvcc names what is local to a file after the file's full path: the same bytes need the same folder.
+        # nvcc and clang name what is local to a kernel's file after its full path: the same bytes need the same folder.
         where="in the same folder" source=$work/source-$backend
-        [[ $backend == cuda ]] || where="in another folder" source=$work/again/elsewhere/$backend
+        [[ $backend != cpu ]] || where="in another folder" source=$work/again/elsewhere/$backend
         say "$backend: build again $where"
         build "$backend" "$source" "$work/again/$backend"
         cmp "$wheel" "$work/again/$backend/${wheel##*/}"
