@@ -27,17 +27,7 @@ steps=("$@")
 ((${#steps[@]})) || steps=(tests demo targets full)
 mkdir -p "$out"
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-failed=0
-
-run() { # NAME LINES COMMAND...: runs COMMAND, shows the last LINES lines of its output
-    local name=$1 lines=$2 start=$SECONDS status
-    shift 2
-    "$@" >"$out/$name.log" 2>&1
-    status=$?
-    tail -n "$lines" "$out/$name.log"
-    echo "== $name: exit $status, $((SECONDS - start)) s"
-    ((status == 0)) || failed=1
-}
+. bench/steps.sh
 
 sanitize() { # TOOL TESTS...: runs the tests under a tool of compute-sanitizer
     local tool=$1

@@ -552,9 +552,21 @@ class Session:
     """What every bench says and records around its own measurements. Begins with its first line."""
 
     def __init__(self, options: RunOptions) -> None:
+        self._options = options
         self._started = time.monotonic()
         self._machine = describe_machine(options.device)
         print(machine_title(self._machine), flush=True)
+
+    def recorder(self, arena: Arena, ceiling_bytes: int, bytes_per_repeat: int) -> Recorder:
+        """A recorder without a least time for a figure; measures the ceilings first."""
+        return Recorder(
+            arena,
+            ceilings=measure_ceilings(arena.where, ceiling_bytes),
+            bytes_per_repeat=bytes_per_repeat,
+            budget_s=self._options.budget_s,
+            seed=self._options.seed,
+            seconds_per_figure=0.0,
+        )
 
     def ready(self, run: Recorder) -> None:
         """The pools and the ceilings are there."""

@@ -35,7 +35,6 @@ from common import (
     host_cost_us,
     make_arena,
     marks_on,
-    measure_ceilings,
     new_side_stream,
     print_table,
     print_targets,
@@ -460,14 +459,7 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
     session = Session(options)
     arena = make_arena(options, 4 * GIB)
     sizes = sizes_for(options, arena)
-    run = Recorder(
-        arena,
-        ceilings=measure_ceilings(options.device, sizes.ceiling_bytes),
-        bytes_per_repeat=sizes.bytes_per_repeat,
-        budget_s=options.budget_s,
-        seed=options.seed,
-        seconds_per_figure=0.0,
-    )
+    run = session.recorder(arena, sizes.ceiling_bytes, sizes.bytes_per_repeat)
     bench = Bench(run, sizes)
     session.ready(run)
     targets = measure_targets(bench) if options.mode == "targets" else []

@@ -22,18 +22,7 @@ steps=("$@")
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-failed=0
-
-run() { # NAME LINES COMMAND...: runs COMMAND, shows the last LINES lines of its output
-    local name=$1 lines=$2 start=$SECONDS status
-    shift 2
-    "$@" >"$out/$name.log" 2>&1
-    status=$?
-    tail -n "$lines" "$out/$name.log"
-    echo "== $name: exit $status, $((SECONDS - start)) s"
-    ((status == 0)) || failed=1
-    return "$status"
-}
+. bench/steps.sh
 
 # Without an AMD GPU the steps below would skip their tests, or measure something else.
 require_gpu() {

@@ -38,7 +38,6 @@ from common import (
     RunOptions,
     allowed_host_bytes,
     host_cost_us,
-    measure_ceilings,
     print_table,
     print_targets,
     run_with_sections,
@@ -511,14 +510,7 @@ def measure(options: RunOptions, sections: Sequence[str]) -> dict[str, Any]:
     sizes = sizes_for(options)
     pool = int(min(options.pool_bytes, allowed_host_bytes(options.device))) // MIB * MIB
     arena = Arena(options.device, pool, options.host_memory)
-    run = Recorder(
-        arena,
-        ceilings=measure_ceilings(options.device, sizes.ceiling_bytes),
-        bytes_per_repeat=sizes.bytes_per_repeat,
-        budget_s=options.budget_s,
-        seed=options.seed,
-        seconds_per_figure=0.0,
-    )
+    run = session.recorder(arena, sizes.ceiling_bytes, sizes.bytes_per_repeat)
     bench = Bench(run, sizes)
     session.ready(run)
     targets: list[dict[str, Any]] = []

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 import torch
+from call_changes import both, pool, put, set_to
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,36 +43,6 @@ def run(call):
 def check_refused(call, argument, got):
     with refused(argument, got=got, unchanged=[*call["dst"], *call["src"]]):
         run(call)
-
-
-def set_to(**values):
-    return lambda call: call.update(values)
-
-
-def pool(*shape, dtype=F32):
-    return cases.contiguous_pool(shape, dtype, 9)
-
-
-def put(side, position, tensor):
-    def change(call):
-        call[side][position] = tensor
-
-    return change
-
-
-def put_index(side, position, value):
-    def change(call):
-        call[side][position] = value
-
-    return change
-
-
-def both(*changes):
-    def change(call):
-        for one in changes:
-            one(call)
-
-    return change
 
 
 DST, SRC = r"dst\[1\]", r"src\[1\]"
@@ -167,13 +138,13 @@ BAD = {
     ),
     "index scalar": (set_to(src_indices=torch.tensor(3)), "src_indices", r"\[\]"),
     # index values
-    "index -1 as destination": (put_index("dst_indices", 4, -1), r"dst_indices\[4\]", "-1"),
-    "index -1 as source": (put_index("src_indices", 0, -1), r"src_indices\[0\]", "-1"),
-    "index one past the end": (put_index("dst_indices", 2, SLOTS), r"dst_indices\[2\]", "16"),
-    "source one past the end": (put_index("src_indices", 4, SLOTS), r"src_indices\[4\]", "16"),
-    "huge index": (put_index("dst_indices", 1, 2**62), r"dst_indices\[1\]", str(2**62)),
+    "index -1 as destination": (put("dst_indices", 4, -1), r"dst_indices\[4\]", "-1"),
+    "index -1 as source": (put("src_indices", 0, -1), r"src_indices\[0\]", "-1"),
+    "index one past the end": (put("dst_indices", 2, SLOTS), r"dst_indices\[2\]", "16"),
+    "source one past the end": (put("src_indices", 4, SLOTS), r"src_indices\[4\]", "16"),
+    "huge index": (put("dst_indices", 1, 2**62), r"dst_indices\[1\]", str(2**62)),
     "index that wraps to a good one": (
-        put_index("src_indices", 3, 2**32 + 1),
+        put("src_indices", 3, 2**32 + 1),
         r"src_indices\[3\]",
         str(2**32 + 1),
     ),
@@ -183,7 +154,7 @@ BAD = {
         "",
     ),
     "index outside the shorter pool": (
-        both(put("dst", 1, pool(SLOTS - 1, 2, 4)), put_index("dst_indices", 0, SLOTS - 1)),
+        both(put("dst", 1, pool(SLOTS - 1, 2, 4)), put("dst_indices", 0, SLOTS - 1)),
         r"dst_indices\[[04]\]",
         "15",
     ),

@@ -5,6 +5,7 @@ import itertools
 import layers_rig
 import pytest
 import torch
+from call_changes import both, pool, put, set_to
 
 import cases
 import sgl_kvio
@@ -216,36 +217,6 @@ def run(call):
     sgl_kvio.load_layers(**call)
 
 
-def set_to(**values):
-    return lambda call: call.update(values)
-
-
-def pool(*shape, dtype=F32):
-    return cases.contiguous_pool(shape, dtype, 9)
-
-
-def put(side, position, tensor):
-    def change(call):
-        call[side][position] = tensor
-
-    return change
-
-
-def put_index(side, position, value):
-    def change(call):
-        call[side][position] = value
-
-    return change
-
-
-def both(*changes):
-    def change(call):
-        for one in changes:
-            one(call)
-
-    return change
-
-
 def listed(*changes):
     """The call with lists by layer, then changed."""
 
@@ -362,8 +333,8 @@ BAD = {
     "negative num_blocks": (set_to(num_blocks=-1), "num_blocks", "-1"),
     "index dtype": (set_to(src_indices=torch.zeros(5)), "src_indices", "float"),
     "index lengths differ": (set_to(src_indices=index([0] * 4)), "src_indices", "4"),
-    "index past the end": (put_index("dst_indices", 2, SLOTS), r"dst_indices\[2\]", "16"),
-    "index below 0": (put_index("src_indices", 0, -1), r"src_indices\[0\]", "-1"),
+    "index past the end": (put("dst_indices", 2, SLOTS), r"dst_indices\[2\]", "16"),
+    "index below 0": (put("src_indices", 0, -1), r"src_indices\[0\]", "-1"),
 }
 
 

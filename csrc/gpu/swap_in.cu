@@ -10,7 +10,6 @@
 //   third of the link. So requests take turns at copying.
 
 #include <algorithm>
-#include <atomic>
 
 #include "gpu/addressing.cuh"
 #include "gpu/copy_rows.cuh"

@@ -18,11 +18,9 @@
 
 #if defined(__CUDACC__) || defined(__HIP__)
 #define KVIO_STEP __device__ __forceinline__
-#define KVIO_UNROLL _Pragma("unroll")
 #define KVIO_ROLLED _Pragma("unroll 1")
 #else
 #define KVIO_STEP inline
-#define KVIO_UNROLL
 #define KVIO_ROLLED
 #endif
 #define KVIO_RARELY(condition) __builtin_expect(!!(condition), 0)

@@ -18,7 +18,6 @@
 // * A loader fetches the indices of its next chunk before it waits for a free stage, and uses them only after.
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "gpu/bulk_copy.cuh"
