@@ -1,5 +1,6 @@
 """kvio::swap_in and kvio::copy_planned on a GPU: the oracle's outputs, state and bytes."""
 
+import os
 import random
 
 import pytest
@@ -12,14 +13,18 @@ from swap_in_cases import UNWRITTEN, World, random_spec, random_specs
 
 SLEEP_CYCLES = 400_000_000  # some 0.2 s
 
+# The long run of 10,000 steps: KVIO_SWAP_IN_STEPS=10000.
+STEPS = int(os.environ.get("KVIO_SWAP_IN_STEPS", "1800"))
+STEPS_OF_A_TRACE = 30
+
 
 def on_gpu(spec_list):
     return pytest.mark.parametrize("spec", spec_list, ids=lambda spec: str(spec.seed))
 
 
-@on_gpu(random_specs(60, 21, pinned=True))
+@on_gpu(random_specs(-(-STEPS // STEPS_OF_A_TRACE), 21, pinned=True))
 def test_random_steps_do_what_the_oracle_does(spec):
-    swap_in_cases.run_trace(spec, 30, "cuda")
+    swap_in_cases.run_trace(spec, STEPS_OF_A_TRACE, "cuda")
     assert sgl_kvio.take_fault() == []
 
 
