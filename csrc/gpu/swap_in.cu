@@ -50,15 +50,6 @@ struct DeviceEnv {
     return atomicCAS(at, expected, value);
   }
   __device__ __forceinline__ void raise(int32_t* at, int32_t most) const { atomicMax(at, most); }
-  // All lanes of a wave have slots that follow each other, the first a multiple of the wave.
-  __device__ __forceinline__ void post_slots(uint32_t* words, int32_t slot, bool flag) const {
-    const auto votes = ballot(flag);
-    if ((threadIdx.x & 31) == 0) words[slot >> 5] = static_cast<uint32_t>(votes >> (threadIdx.x % kWave & 32));
-  }
-  __device__ __forceinline__ Count vote(Vote, int32_t, bool flag) const {
-    const auto votes = ballot(flag);
-    return {ones(votes & ((decltype(votes){1} << threadIdx.x % kWave) - 1)), ones(votes)};
-  }
   __device__ __forceinline__ void note(SwapInArgument which, int32_t where, int64_t what) {
     argument = static_cast<int32_t>(which);
     column = where;
@@ -114,23 +105,30 @@ struct ResolveLaunch {
   int32_t turns;        // requests that copy at a time
 };
 
-// Tallies of all waves before this one, and of all waves: `mine` is the same in all lanes. One barrier.
+// Sums of a wave's values up to each lane's own.
+__device__ __forceinline__ uint32_t sum_up_to(uint32_t value, uint32_t lane, uint32_t lanes) {
+#pragma unroll
+  for (uint32_t step = 1; step < lanes; step *= 2) {
+    const uint32_t before = shuffle_up(value, step);
+    if (lane >= step) value += before;
+  }
+  return value;
+}
+
+// Tallies of all threads before this one, and of all. One barrier.
 __device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
   constexpr uint32_t kWaves = kResolveThreads / kWave;
   __shared__ uint32_t sums[kWaves];
   const uint32_t lane = threadIdx.x % kWave;
   const uint32_t wave = threadIdx.x / kWave;
-  // Both are below 2^15, of all waves too.
-  if (lane == 0) sums[wave] = static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
+  // Both are below 2^15, of all threads too.
+  const uint32_t own = static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
+  const uint32_t in_wave = sum_up_to(own, lane, kWave);
+  if (lane == kWave - 1) sums[wave] = in_wave;
   __syncthreads();
-  uint32_t sum = lane < kWaves ? sums[lane] : 0;
-#pragma unroll
-  for (uint32_t step = 1; step < kWaves; step *= 2) {
-    const uint32_t before = shuffle_up(sum, step);
-    if (lane >= step) sum += before;
-  }
-  const uint32_t total = shuffle(sum, kWaves - 1);
-  const uint32_t before = wave > 0 ? shuffle(sum, wave - 1) : 0;
+  const uint32_t of_waves = sum_up_to(lane < kWaves ? sums[lane] : 0, lane, kWaves);
+  const uint32_t total = shuffle(of_waves, kWaves - 1);
+  const uint32_t before = (wave > 0 ? shuffle(of_waves, wave - 1) : 0) + in_wave - own;
   *all = {static_cast<int32_t>(total >> 16), static_cast<int32_t>(total & 0xffff)};
   return {static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
 }
@@ -147,13 +145,13 @@ __device__ __forceinline__ int32_t resolve_long(const ResolveParams& p, const Wo
   }
   mark(*env, p, w, job, t, first);
   __syncthreads();
-  const Tally of_wave = judge(*env, p, w, job, t, first);
+  const Tally mine = judge(*env, p, w, job, t, first);
   // From here on the first CTA writes what the others have read.
   if (kRanks > 1) cluster_arrive();
   Tally all;
-  const Tally before = sum_before(of_wave, &all);
+  const Tally before = sum_before(mine, &all);
   if (kRanks > 1) cluster_wait();
-  place(p, w, job, t, before, all);
+  place(p, w, t, before, all);
   __syncthreads();
   assign(*env, p, w, job, t, all);
   if (KVIO_RARELY(repeated)) {
@@ -173,7 +171,7 @@ __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, cons
   const ResolveParams& p = launch.p;
   DeviceEnv env;
   const bool records = rank == 0;
-  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads, static_cast<int32_t>(kWave)};
+  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads};
   const int64_t request = entry_of(p.req_pool_indices, batch_row);
   const int64_t seq_len = entry_of(p.seq_lens, batch_row);
   const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;

@@ -3,13 +3,13 @@
 // tests/native runs the same source with its threads in any order.
 //
 // Steps: begin, clear, fetch -> | insert -> | settle if *w.repeated | -> mark -> | judge, sum -> | place -> | assign ->
-// | tell -> | repeat if *w.repeated, with a barrier at every bar, and in the sum over all waves. `Env` has the atomic
-// operations and the votes, and takes faults; compiled for a GPU or a CPU.
+// | tell -> | repeat if *w.repeated, with a barrier at every bar, and in the sum over all threads. `Env` has the atomic
+// operations and takes faults; compiled for a GPU or a CPU.
 //
-// What shaped it (H200): this code runs once in a launch, so fetching instructions takes as long as running them, and
-// loops are not unrolled: with two or four times as many rounds unrolled for half or a quarter of the threads it took
-// 1.2 and 2 times as long. CTAs of a cluster, which share the copying, all do the same, and one records it: a table cut
-// over their shared memories took longer.
+// What shaped it (H200): one SM does all of it for a request, so instructions and accesses to shared memory count. A
+// thread takes a few neighbours at once: one load brings them, and their searches are under way together. What an SM
+// needs from memory it asks for before the first barrier. CTAs of a cluster, which share the copying, all do the same,
+// and one records it: a table cut over their shared memories took longer.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,11 @@
 #if defined(__CUDACC__) || defined(__HIP__)
 #define KVIO_STEP __device__ __forceinline__
 #define KVIO_ROLLED _Pragma("unroll 1")
+#define KVIO_UNROLLED _Pragma("unroll")
 #else
 #define KVIO_STEP inline
 #define KVIO_ROLLED
+#define KVIO_UNROLLED
 #endif
 #define KVIO_RARELY(condition) __builtin_expect(!!(condition), 0)
 
@@ -30,8 +32,9 @@ namespace kvio::gpu {
 // Which argument a fault is about, counted from FaultOp::kSwapIn as in request/fault_subject.cpp.
 enum class SwapInArgument : int32_t { kTopK, kHostLocs, kDeviceLocs, kLru, kRequest, kDirectLocs };
 
-// What waves vote on.
-enum class Vote : int32_t { kPlace, kEntry };
+// Neighbours that a thread takes at once, of the selection and of the hot slots.
+constexpr int kEntriesAtOnce = 2;
+constexpr int kSlotsAtOnce = 4;
 
 // Entries of the table that finds a token among the selected ones: `times` as many as can be in it, or more.
 constexpr int32_t hash_bits_for(int64_t top_k, int64_t times) {
@@ -40,17 +43,28 @@ constexpr int32_t hash_bits_for(int64_t top_k, int64_t times) {
   return bits;
 }
 
+// N of T that are loaded and stored together.
+template <class T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T at[N];
+};
+template <class T>
+using PerEntry = Pack<T, kEntriesAtOnce>;
+template <class T>
+using PerSlot = Pack<T, kSlotsAtOnce>;
+
 // Where the arrays of a CTA's memory are: bytes from where it begins, and how many in all.
 struct WorkspaceLayout {
   int32_t hash_bits;
   int32_t keys;
   int32_t values;
-  int32_t result;
   int32_t home;
-  int32_t miss_rank;
+  int32_t kinds;
+  int32_t host;
   int32_t lru;
-  int32_t place_rank;
-  int32_t slot_hits;
+  int32_t stays;
+  int32_t hits;
+  int32_t locs;
   int32_t order;
   int32_t missing;
   int32_t miss_src;
@@ -64,29 +78,38 @@ struct Workspace {
   int32_t* keys;    // [hash] token, kNoToken for none
   int32_t* values;  // [hash] its device location, -1 for none that may be given out; pending_of an entry until known
   // Of a thread's own entries and places, in whole rounds of all threads.
-  int32_t* result;      // of an entry; kPending for one whose token is looked for
-  uint32_t* home;       // where in the table that is
-  int16_t* miss_rank;   // misses before an entry in its wave, kNoMiss, or kNoHostLoc
-  uint16_t* lru;        // slots as given
-  int16_t* place_rank;  // of a place whose slot stays: those that stay before it in its wave; else ~ of it
+  PerEntry<int32_t>* home;  // where in the table the token of an entry is, kNotInTable
+  PerEntry<uint8_t>* kinds;
+  PerEntry<int64_t>* host;  // host location of an entry that misses
+  PerSlot<uint16_t>* lru;   // slots as given
+  uint8_t* stays;           // a bit for each of them
   // Of all.
-  uint32_t* slot_hits;  // a bit for each slot, up to whole rounds: it holds a selected token
-  uint16_t* order;      // [at most top_k] slots that misses take, by miss
-  uint16_t* missing;    // [top_k] entry of each miss
-  int64_t* miss_src;    // [top_k] host location of each miss
-  int32_t* miss_dst;    // [top_k] device location of each miss, -1 for one that is not copied
-  int32_t* repeated;    // not 0: a token is selected twice
+  PerSlot<uint8_t>* hits;    // [slots, in whole rounds] 1: it holds a selected token
+  PerSlot<int32_t>* locs;    // [slots, in whole rounds] device locations of slots
+  PerSlot<uint16_t>* order;  // [slots, in whole rounds] slots in their new order
+  uint16_t* missing;         // [top_k] entry of each miss
+  int64_t* miss_src;         // [top_k] host location of each miss
+  int32_t* miss_dst;         // [top_k] token of each miss; then its device location, -1 for one that is not copied
+  int32_t* repeated;         // not 0: a token is selected twice
 };
 
-constexpr int16_t kNoMiss = -1;     // of an entry that need not be loaded, or is by another one
-constexpr int16_t kNoHostLoc = -2;  // of one that should be, but from no location of the pool
+constexpr int32_t kNotInTable = -1;
+
+// What becomes of an entry.
+constexpr uint8_t kKnown = 0;      // its answer is
+constexpr uint8_t kMisses = 1;     // it has to be loaded
+constexpr uint8_t kNoHostLoc = 2;  // it should be, but from no location of the pool
+constexpr uint8_t kWaits = 3;      // another entry asks for the same token
 
 // The workspace of a CTA of `threads`. The table is eight times as large as the selection where that is no more than
 // `most_bytes` in all, else four or two times: shorter searches or, at least, a table that fits.
 inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64_t threads, int64_t most_bytes) {
   WorkspaceLayout layout{};
-  const int64_t entries = (top_k + threads - 1) / threads * threads;
-  const int64_t slots = (hot_slots + threads - 1) / threads * threads;
+  const auto in_rounds = [threads](int64_t count, int64_t at_once) {
+    return (count + threads * at_once - 1) / (threads * at_once) * threads * at_once;
+  };
+  const int64_t entries = in_rounds(top_k, kEntriesAtOnce);
+  const int64_t slots = in_rounds(hot_slots, kSlotsAtOnce);
   for (const int64_t times : {8, 4, 2}) {
     layout.hash_bits = hash_bits_for(top_k, times);
     int32_t end = 0;
@@ -98,13 +121,14 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
     const int64_t hash = int64_t{1} << layout.hash_bits;
     layout.keys = take(4 * hash);
     layout.values = take(4 * hash);
-    layout.result = take(4 * entries);
     layout.home = take(4 * entries);
-    layout.miss_rank = take(2 * entries);
+    layout.kinds = take(entries);
+    layout.host = take(8 * entries);
     layout.lru = take(2 * slots);
-    layout.place_rank = take(2 * slots);
-    layout.slot_hits = take((slots + 63) / 64 * 8);
-    layout.order = take(2 * (top_k < hot_slots ? top_k : hot_slots));
+    layout.stays = take(slots / kSlotsAtOnce);
+    layout.hits = take(slots);
+    layout.locs = take(4 * slots);
+    layout.order = take(2 * slots);
     layout.missing = take(2 * top_k);
     layout.miss_src = take(8 * top_k);
     layout.miss_dst = take(4 * top_k);
@@ -119,13 +143,14 @@ KVIO_STEP Workspace workspace_at(char* base, const WorkspaceLayout& at) {
   Workspace w;
   w.keys = reinterpret_cast<int32_t*>(base + at.keys);
   w.values = reinterpret_cast<int32_t*>(base + at.values);
-  w.result = reinterpret_cast<int32_t*>(base + at.result);
-  w.home = reinterpret_cast<uint32_t*>(base + at.home);
-  w.miss_rank = reinterpret_cast<int16_t*>(base + at.miss_rank);
-  w.lru = reinterpret_cast<uint16_t*>(base + at.lru);
-  w.place_rank = reinterpret_cast<int16_t*>(base + at.place_rank);
-  w.slot_hits = reinterpret_cast<uint32_t*>(base + at.slot_hits);
-  w.order = reinterpret_cast<uint16_t*>(base + at.order);
+  w.home = reinterpret_cast<PerEntry<int32_t>*>(base + at.home);
+  w.kinds = reinterpret_cast<PerEntry<uint8_t>*>(base + at.kinds);
+  w.host = reinterpret_cast<PerEntry<int64_t>*>(base + at.host);
+  w.lru = reinterpret_cast<PerSlot<uint16_t>*>(base + at.lru);
+  w.stays = reinterpret_cast<uint8_t*>(base + at.stays);
+  w.hits = reinterpret_cast<PerSlot<uint8_t>*>(base + at.hits);
+  w.locs = reinterpret_cast<PerSlot<int32_t>*>(base + at.locs);
+  w.order = reinterpret_cast<PerSlot<uint16_t>*>(base + at.order);
   w.missing = reinterpret_cast<uint16_t*>(base + at.missing);
   w.miss_src = reinterpret_cast<int64_t*>(base + at.miss_src);
   w.miss_dst = reinterpret_cast<int32_t*>(base + at.miss_dst);
@@ -220,34 +245,62 @@ KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t reque
   return job;
 }
 
-// A thread among those of its CTA, whose waves of `wave` threads vote together.
+// A thread among those of its CTA.
 struct Thread {
   int32_t number;
   int32_t count;
-  int32_t wave;
 
   // Where arrays have what is this thread's own in round r.
   KVIO_STEP int32_t own(int32_t r) const { return r * count + number; }
 };
 
-// Where order counts, a wave takes a stretch of whole waves, round by round: this thread's thing in round r is
-// first + r * wave.
-struct Stretch {
-  int32_t rounds;
-  int32_t first;
-};
-KVIO_STEP Stretch stretch_of(const Thread& t, int32_t total) {
-  const int32_t rounds = (total + t.count - 1) / t.count;
-  const int32_t lane = t.number & (t.wave - 1);
-  return {rounds, (t.number - lane) * rounds + lane};
+// In how many rounds all threads take `total` things, N at once.
+template <int N>
+KVIO_STEP int32_t rounds_of(const Thread& t, int32_t total) {
+  return (total + t.count * N - 1) / (t.count * N);
+}
+
+// Where order counts, a thread takes the things from first_of on, N in a round.
+template <int N>
+KVIO_STEP int32_t first_of(const Thread& t, int32_t rounds) {
+  return t.number * rounds * N;
+}
+
+// Whether packs of N can be loaded from a row, or stored to it.
+template <int N, class T>
+KVIO_STEP bool is_packed(const T* row) {
+  return reinterpret_cast<uint64_t>(row) % (sizeof(T) * N) == 0;
+}
+
+// Entries at, at + 1, ... of a row of `end`; `other` beyond it.
+template <int N, class T>
+KVIO_STEP Pack<T, N> load_pack(const T* row, int32_t at, int32_t end, T other) {
+  Pack<T, N> pack;
+  if (is_packed<N>(row) && at + N <= end) {
+    pack = *reinterpret_cast<const Pack<T, N>*>(row + at);
+  } else {
+    KVIO_UNROLLED for (int k = 0; k < N; ++k) pack.at[k] = at + k < end ? row[at + k] : other;
+  }
+  return pack;
+}
+
+template <int N, class T>
+KVIO_STEP void store_pack(T* row, int32_t at, int32_t end, const Pack<T, N>& pack) {
+  if (is_packed<N>(row) && at + N <= end) {
+    *reinterpret_cast<Pack<T, N>*>(row + at) = pack;
+  } else {
+    KVIO_UNROLLED for (int k = 0; k < N; ++k) {
+      if (at + k < end) row[at + k] = pack.at[k];
+    }
+  }
 }
 
 // What a thread has under way from its first round while others wait.
 struct First {
-  int32_t selected;
-  int32_t token;
-  int32_t loc;
-  int32_t slot;
+  PerEntry<int32_t> selected;
+  PerSlot<int32_t> tokens;
+  PerSlot<int32_t> locs;
+  PerSlot<int16_t> lru;
 };
 
 KVIO_STEP int64_t host_loc_of(const ResolveParams& p, const Job& job, int32_t token) {
@@ -308,28 +361,37 @@ KVIO_STEP int32_t direct_result(Env& env, const ResolveParams& p, const Job& job
   return checked_loc(env, p, job.locs[token], token, SwapInArgument::kDeviceLocs);
 }
 
+KVIO_STEP PerEntry<int32_t> load_selected(const ResolveParams& p, const int32_t* selected, int32_t at) {
+  return load_pack<kEntriesAtOnce>(selected, at, p.top_k, kNoToken);
+}
+KVIO_STEP PerSlot<int32_t> load_tokens(const ResolveParams& p, const Job& job, int32_t at) {
+  return load_pack<kSlotsAtOnce>(static_cast<const int32_t*>(job.tokens), at, p.hot_slots, kNoToken);
+}
+KVIO_STEP PerSlot<int32_t> load_locs(const ResolveParams& p, const Job& job, int32_t at) {
+  return load_pack<kSlotsAtOnce>(job.locs, at, p.hot_slots, 0);
+}
+KVIO_STEP PerSlot<int16_t> load_lru(const ResolveParams& p, const Job& job, int32_t at) {
+  return load_pack<kSlotsAtOnce>(static_cast<const int16_t*>(job.lru), at, p.hot_slots, int16_t{0});
+}
+
 // What needs no request.
 KVIO_STEP void begin(const ResolveParams& p, int32_t batch_row, const Thread& t, First* first) {
-  const int32_t i = stretch_of(t, p.top_k).first;
-  first->selected = i < p.top_k ? row_of(p.top_k_tokens, batch_row)[i] : kNoToken;
+  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  first->selected = load_selected(p, row_of(p.top_k_tokens, batch_row), first_of<kEntriesAtOnce>(t, rounds));
 }
 
 KVIO_STEP void fetch(const ResolveParams& p, const Job& job, const Thread& t, First* first) {
-  const int32_t j = stretch_of(t, p.hot_slots).first;
-  first->token = t.number < p.hot_slots ? job.tokens[t.number] : kNoToken;
-  first->loc = t.number < p.hot_slots ? job.locs[t.number] : 0;
-  first->slot = j < p.hot_slots ? job.lru[j] : 0;
+  const int32_t rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  first->tokens = load_tokens(p, job, t.number * kSlotsAtOnce);
+  first->locs = load_locs(p, job, t.number * kSlotsAtOnce);
+  first->lru = load_lru(p, job, first_of<kSlotsAtOnce>(t, rounds));
 }
-
-struct alignas(16) Quad {
-  int32_t words[4];
-};
 
 // The table of this thread's CTA.
 KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t) {
-  Quad* keys = reinterpret_cast<Quad*>(w.keys);
-  const int32_t quads = 1 << (p.layout.hash_bits - 2);
-  KVIO_ROLLED for (int32_t h = t.number; h < quads; h += t.count) {
+  Pack<int32_t, 4>* keys = reinterpret_cast<Pack<int32_t, 4>*>(w.keys);
+  const int32_t packs = 1 << (p.layout.hash_bits - 2);
+  KVIO_ROLLED for (int32_t h = t.number; h < packs; h += t.count) {
     keys[h] = {{kNoToken, kNoToken, kNoToken, kNoToken}};
   }
   if (t.number == 0) *w.repeated = 0;
@@ -358,50 +420,61 @@ KVIO_STEP int32_t other_result(Env& env, const ResolveParams& p, const Job& job,
   return kPending;
 }
 
-// Puts the token of entry i into the table; returns where.
-template <class Env>
-KVIO_STEP uint32_t insert_token(Env& env, const ResolveParams& p, const Workspace& w, int32_t i, int32_t token) {
-  const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  uint32_t home = home_of(p, token);
-  KVIO_ROLLED while (true) {
-    const int32_t before = env.claim(&w.keys[home], kNoToken, token);
-    if (before == kNoToken) {
-      w.values[home] = pending_of(i);
-      return home;
-    }
-    if (KVIO_RARELY(before == token)) {
-      *w.repeated = 1;
-      return home;
-    }
-    home = (home + 1) & mask;
-  }
-}
-
-// Puts tokens into the table.
+// Puts tokens into the table. Answers entries whose token is none that is looked for.
 template <class Env>
 KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                       const First& first) {
-  const Stretch entries = stretch_of(t, p.top_k);
-  int32_t next = first.selected;
-  KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
-    const int32_t i = entries.first + r * t.wave;
-    const int32_t token = next;
-    next = r + 1 < entries.rounds && i + t.wave < p.top_k ? job.selected[i + t.wave] : kNoToken;
-    int32_t result = kPending;
-    const bool is_plain = static_cast<uint32_t>(token) < static_cast<uint32_t>(job.token_limit) && token != job.newest;
-    if (KVIO_RARELY(!is_plain || job.direct != nullptr)) result = other_result(env, p, job, i, token);
-    w.result[t.own(r)] = result;
-    if (result == kPending) w.home[t.own(r)] = insert_token(env, p, w, i, token);
+  const uint32_t mask = (1u << p.layout.hash_bits) - 1;
+  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
+  PerEntry<int32_t> tokens = first.selected;
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const int32_t i = begin + r * kEntriesAtOnce;
+    if (r > 0) tokens = load_selected(p, job.selected, i);
+    PerEntry<int32_t> home;
+    PerEntry<int32_t> before;
+    KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+      const int32_t token = tokens.at[k];
+      home.at[k] = static_cast<int32_t>(home_of(p, token));
+      const bool is_plain =
+          static_cast<uint32_t>(token) < static_cast<uint32_t>(job.token_limit) && token != job.newest;
+      if (KVIO_RARELY(!is_plain || job.direct != nullptr)) {
+        const int32_t result = i + k < p.top_k ? other_result(env, p, job, i + k, token) : -1;
+        if (result != kPending) home.at[k] = kNotInTable;
+        if (result != kPending && job.records && i + k < p.top_k) job.out[i + k] = result;
+      }
+      before.at[k] = token;
+      if (home.at[k] != kNotInTable) before.at[k] = env.claim(&w.keys[home.at[k]], kNoToken, token);
+    }
+    KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+      if (home.at[k] == kNotInTable) continue;
+      const int32_t token = tokens.at[k];
+      uint32_t at = static_cast<uint32_t>(home.at[k]);
+      KVIO_ROLLED while (before.at[k] != kNoToken && before.at[k] != token) {
+        at = (at + 1) & mask;
+        before.at[k] = env.claim(&w.keys[at], kNoToken, token);
+      }
+      home.at[k] = static_cast<int32_t>(at);
+      if (before.at[k] == kNoToken) {
+        w.values[at] = pending_of(i + k);
+      } else {
+        *w.repeated = 1;
+      }
+    }
+    w.home[t.own(r)] = home;
   }
 }
 
 // The lowest of several entries with one token asks for it.
 template <class Env>
 KVIO_STEP void settle(Env& env, const ResolveParams& p, const Workspace& w, const Thread& t) {
-  const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
-    const int32_t i = entries.first + r * t.wave;
-    if (w.result[t.own(r)] == kPending) env.raise(&w.values[w.home[t.own(r)]], pending_of(i));
+  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const PerEntry<int32_t> home = w.home[t.own(r)];
+    KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+      if (home.at[k] != kNotInTable) env.raise(&w.values[home.at[k]], pending_of(begin + r * kEntriesAtOnce + k));
+    }
   }
 }
 
@@ -410,136 +483,169 @@ template <class Env>
 KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                     const First& first) {
   const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  const int32_t rounds = (p.hot_slots + t.count - 1) / t.count;
-  const int32_t* tokens = job.tokens + t.number;
-  const int32_t* locs = job.locs + t.number;
-  int32_t next_token = first.token;
-  int32_t next_loc = first.loc;
-  int32_t bad = -1;
+  const int32_t rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  PerSlot<int32_t> tokens = first.tokens;
+  PerSlot<int32_t> locs = first.locs;
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
-    const int32_t token = next_token;
-    const int32_t loc = next_loc;
-    tokens += t.count;
-    locs += t.count;
-    const bool has_next = t.own(r + 1) < p.hot_slots;
-    next_token = has_next ? *tokens : kNoToken;
-    next_loc = has_next ? *locs : 0;
-    uint32_t home = home_of(p, token);
-    int32_t key = w.keys[home];
-    KVIO_ROLLED while (key != token && key != kNoToken) {
-      home = (home + 1) & mask;
-      key = w.keys[home];
+    const int32_t slot = t.own(r) * kSlotsAtOnce;
+    if (r > 0) {
+      tokens = load_tokens(p, job, slot);
+      locs = load_locs(p, job, slot);
     }
-    const bool hit = key == token && token >= 0;
-    const bool in_pool = static_cast<uint32_t>(loc) < p.device_slots;
-    if (hit) w.values[home] = in_pool ? loc : -1;
-    if (hit && !in_pool) bad = r;
-    env.post_slots(w.slot_hits, t.own(r), hit);
+    uint32_t home[kSlotsAtOnce];
+    int32_t key[kSlotsAtOnce];
+    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
+      home[k] = home_of(p, tokens.at[k]);
+      key[k] = w.keys[home[k]];
+    }
+    PerSlot<uint8_t> hits;
+    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
+      const int32_t token = tokens.at[k];
+      KVIO_ROLLED while (key[k] != token && key[k] != kNoToken) {
+        home[k] = (home[k] + 1) & mask;
+        key[k] = w.keys[home[k]];
+      }
+      const bool is_hit = key[k] == token && token >= 0;
+      hits.at[k] = is_hit ? 1 : 0;
+      if (is_hit) {
+        int32_t loc = locs.at[k];
+        if (KVIO_RARELY(static_cast<uint32_t>(loc) >= p.device_slots)) {
+          env.note(SwapInArgument::kDeviceLocs, slot + k, loc);
+          loc = -1;
+        }
+        w.values[home[k]] = loc;
+      }
+    }
+    w.hits[t.own(r)] = hits;
+    w.locs[t.own(r)] = locs;
   }
-  if (KVIO_RARELY(bad >= 0)) env.note(SwapInArgument::kDeviceLocs, t.own(bad), job.locs[t.own(bad)]);
 }
 
-// Of a wave, or of all waves before it, or of all.
+// Of a thread, of all threads before it, or of all.
 struct Tally {
   int32_t hits;  // slots that stay
   int32_t misses;
 };
 
-// Of a vote: how many lanes of the wave voted yes, and how many of those before this one.
-struct Count {
-  int32_t before;
-  int32_t all;
-};
-
-// Which slots stay, which entries have to be loaded, and how many of each there are before them in their wave. Returns
-// the wave's tally.
+// Which slots stay, which entries have to be loaded, and how many of each this thread has. Answers entries whose token
+// a slot holds.
 template <class Env>
 KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                       const First& first) {
   Tally tally{};
-  const Stretch places = stretch_of(t, p.hot_slots);
-  const int16_t* lru = job.lru + places.first;
-  int32_t next = first.slot;
-  int32_t bad = -1;
-  KVIO_ROLLED for (int32_t r = 0; r < places.rounds; ++r) {
-    const int32_t j = places.first + r * t.wave;
-    const int32_t slot = next;
-    lru += t.wave;
-    next = r + 1 < places.rounds && j + t.wave < p.hot_slots ? *lru : 0;
-    // A slot that is named wrongly stays as well: it is never given away.
-    const bool is_slot = static_cast<uint32_t>(slot) < static_cast<uint32_t>(p.hot_slots);
-    const int32_t known = is_slot ? slot : 0;
-    const bool is_hit = (w.slot_hits[known >> 5] >> (known & 31) & 1) != 0;
-    const bool vote = j < p.hot_slots && (is_hit || !is_slot);
-    if (!is_slot) bad = r;
-    const Count count = env.vote(Vote::kPlace, j, vote);
-    const int32_t before = tally.hits + count.before;
-    tally.hits += count.all;
-    w.lru[t.own(r)] = static_cast<uint16_t>(slot);
-    w.place_rank[t.own(r)] = static_cast<int16_t>(vote ? before : ~before);
+  const int32_t place_rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  const int32_t first_place = first_of<kSlotsAtOnce>(t, place_rounds);
+  const uint8_t* slot_hits = &w.hits->at[0];
+  PerSlot<int16_t> lru = first.lru;
+  KVIO_ROLLED for (int32_t r = 0; r < place_rounds; ++r) {
+    const int32_t j = first_place + r * kSlotsAtOnce;
+    if (r > 0) lru = load_lru(p, job, j);
+    uint32_t stays = 0;
+    PerSlot<uint16_t> given;
+    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
+      const int32_t slot = lru.at[k];
+      given.at[k] = static_cast<uint16_t>(slot);
+      // A slot that is named wrongly stays as well: it is never given away.
+      bool stay = true;
+      if (KVIO_RARELY(static_cast<uint32_t>(slot) >= static_cast<uint32_t>(p.hot_slots))) {
+        env.note(SwapInArgument::kLru, j + k, slot);
+      } else {
+        stay = slot_hits[slot] != 0;
+      }
+      const uint32_t bit = stay && j + k < p.hot_slots ? 1 : 0;
+      tally.hits += static_cast<int32_t>(bit);
+      stays |= bit << k;
+    }
+    w.lru[t.own(r)] = given;
+    w.stays[t.own(r)] = static_cast<uint8_t>(stays);
   }
-  if (KVIO_RARELY(bad >= 0)) {
-    const int32_t j = places.first + bad * t.wave;
-    env.note(SwapInArgument::kLru, j, job.lru[j]);
-  }
-  const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
-    const int32_t i = entries.first + r * t.wave;
-    int16_t miss_rank = kNoMiss;
-    if (w.result[t.own(r)] == kPending) {
-      const int32_t value = w.values[w.home[t.own(r)]];
-      if (value > kPending) {
-        w.result[t.own(r)] = value;
-      } else if (value == pending_of(i)) {
-        // Only now, and for few: host locations lie far apart, and a load of them takes as long as 32 others.
-        const int32_t token = job.selected[i];
-        const int64_t host = host_loc_of(p, job, token);
-        miss_rank = 0;
-        if (KVIO_RARELY(static_cast<uint64_t>(host) >= static_cast<uint64_t>(p.host_slots))) {
-          env.note(SwapInArgument::kHostLocs, token, host);
-          miss_rank = kNoHostLoc;
+  const int32_t entry_rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t first_entry = first_of<kEntriesAtOnce>(t, entry_rounds);
+  KVIO_ROLLED for (int32_t r = 0; r < entry_rounds; ++r) {
+    const int32_t i = first_entry + r * kEntriesAtOnce;
+    const PerEntry<int32_t> home = w.home[t.own(r)];
+    PerEntry<int32_t> result;
+    PerEntry<uint8_t> kinds;
+    bool all_known = true;
+    KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+      result.at[k] = home.at[k] != kNotInTable ? w.values[home.at[k]] : kPending;
+      kinds.at[k] = kKnown;
+      all_known = all_known && result.at[k] > kPending;
+    }
+    if (all_known) {
+      if (job.records) store_pack<kEntriesAtOnce>(job.out, i, p.top_k, result);
+    } else {
+      KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+        if (home.at[k] == kNotInTable) continue;
+        int32_t answer = result.at[k];
+        if (answer == pending_of(i + k)) {
+          // Only now, and for few: host locations lie far apart, and a load of them takes as long as 32 others.
+          const int32_t token = w.keys[home.at[k]];
+          const int64_t host = host_loc_of(p, job, token);
+          w.host[t.own(r)].at[k] = host;
+          kinds.at[k] = kMisses;
+          if (KVIO_RARELY(static_cast<uint64_t>(host) >= static_cast<uint64_t>(p.host_slots))) {
+            env.note(SwapInArgument::kHostLocs, token, host);
+            kinds.at[k] = kNoHostLoc;
+            answer = -1;
+          } else {
+            ++tally.misses;
+          }
+        } else if (answer <= kPending) {
+          kinds.at[k] = kWaits;
         }
+        if (job.records && answer > kPending) job.out[i + k] = answer;
       }
     }
-    const Count count = env.vote(Vote::kEntry, i, miss_rank == 0);
-    w.miss_rank[t.own(r)] = miss_rank == 0 ? static_cast<int16_t>(tally.misses + count.before) : miss_rank;
-    tally.misses += count.all;
+    w.kinds[t.own(r)] = kinds;
   }
   return tally;
 }
 
-// The slots in their new order: those that left and were not taken, those that were taken, those that stayed; the
-// answers that are known; and which entry misses as which. `before` is of the waves before this thread's.
-KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t, const Tally& before,
-                     const Tally& all) {
+// How the hot slots are used.
+struct Use {
+  int32_t leaving;  // slots that do not stay
+  int32_t taken;    // those of them that misses take: fewer than misses only where lru_slots names some wrongly
+};
+KVIO_STEP Use use_of(const ResolveParams& p, const Tally& all) {
   const int32_t leaving = p.hot_slots - all.hits;
-  const int32_t taken = all.misses < leaving ? all.misses : leaving;
-  const Stretch places = stretch_of(t, p.hot_slots);
-  KVIO_ROLLED for (int32_t r = 0; r < places.rounds; ++r) {
-    const int32_t j = places.first + r * t.wave;
-    if (j >= p.hot_slots) break;
-    const int32_t rank = w.place_rank[t.own(r)];
-    const uint16_t slot = w.lru[t.own(r)];
-    int32_t to;
-    if (rank >= 0) {
-      to = leaving + before.hits + rank;
-    } else {
-      const int32_t turn = j - before.hits - ~rank;
-      if (turn < taken) w.order[turn] = slot;
-      to = turn < taken ? leaving - taken + turn : turn - taken;
+  return {leaving, all.misses < leaving ? all.misses : leaving};
+}
+
+// The slots in their new order: those that left and were not taken, those that were taken, those that stayed; and which
+// entry misses as which. `before` is of the threads before this one.
+KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Thread& t, const Tally& before,
+                     const Tally& all) {
+  const Use use = use_of(p, all);
+  const int32_t place_rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  const int32_t first_place = first_of<kSlotsAtOnce>(t, place_rounds);
+  uint16_t* order = &w.order->at[0];
+  int32_t hits = before.hits;
+  KVIO_ROLLED for (int32_t r = 0; r < place_rounds; ++r) {
+    const int32_t j = first_place + r * kSlotsAtOnce;
+    const PerSlot<uint16_t> slots = w.lru[t.own(r)];
+    const uint32_t stays = w.stays[t.own(r)];
+    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
+      const bool stay = (stays >> k & 1) != 0;
+      const int32_t turn = j + k - hits;
+      const int32_t to = stay               ? use.leaving + hits
+                         : turn < use.taken ? use.leaving - use.taken + turn
+                                            : turn - use.taken;
+      hits += stay ? 1 : 0;
+      if (j + k < p.hot_slots) order[to] = slots.at[k];
     }
-    if (job.records) job.lru[to] = static_cast<int16_t>(slot);
   }
-  const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
-    const int32_t i = entries.first + r * t.wave;
-    if (i >= p.top_k) break;
-    const int32_t miss_rank = w.miss_rank[t.own(r)];
-    if (miss_rank >= 0) {
-      w.missing[before.misses + miss_rank] = static_cast<uint16_t>(i);
-    } else if (job.records) {
-      // Of a repeated token it comes later.
-      job.out[i] = miss_rank == kNoHostLoc ? -1 : w.result[t.own(r)];
+  const int32_t entry_rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t first_entry = first_of<kEntriesAtOnce>(t, entry_rounds);
+  int32_t m = before.misses;
+  KVIO_ROLLED for (int32_t r = 0; r < entry_rounds; ++r) {
+    const PerEntry<uint8_t> kinds = w.kinds[t.own(r)];
+    KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+      if (kinds.at[k] != kMisses) continue;
+      w.missing[m] = static_cast<uint16_t>(first_entry + r * kEntriesAtOnce + k);
+      w.miss_src[m] = w.host[t.own(r)].at[k];
+      w.miss_dst[m] = w.keys[w.home[t.own(r)].at[k]];
+      ++m;
     }
   }
 }
@@ -548,47 +654,56 @@ KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Job& job,
 template <class Env>
 KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                       const Tally& all) {
-  const int32_t leaving = p.hot_slots - all.hits;
+  const Use use = use_of(p, all);
+  const uint16_t* order = &w.order->at[0];
+  const int32_t* locs = &w.locs->at[0];
   KVIO_ROLLED for (int32_t m = t.number; m < all.misses; m += t.count) {
-    const int32_t i = w.missing[m];
-    const int32_t token = job.selected[i];
-    const int64_t host = host_loc_of(p, job, token);
+    const int32_t token = w.miss_dst[m];
     int32_t given = -1;
     int32_t loc = -1;
-    // Fewer slots than misses only where lru_slots names some wrongly.
-    if (m < leaving) {
-      const uint16_t slot = w.order[m];
-      given = job.locs[slot];
+    if (m < use.leaving) {
+      const uint16_t slot = order[use.leaving - use.taken + m];
+      given = locs[slot];
       loc = checked_loc(env, p, given, slot, SwapInArgument::kDeviceLocs);
       if (job.records) job.tokens[slot] = loc >= 0 ? token : kNoToken;
     }
-    w.miss_src[m] = host;
     w.miss_dst[m] = loc;
     if (!job.records) continue;
-    job.out[i] = loc;
+    job.out[w.missing[m]] = loc;
     if (p.miss_count.data == nullptr) continue;
-    row_of(p.miss_src, job.batch_row)[m] = host;
+    row_of(p.miss_src, job.batch_row)[m] = w.miss_src[m];
     row_of(p.miss_dst, job.batch_row)[m] = given;
   }
-  if (t.number == 0 && job.records) record_misses(p, job.batch_row, all.misses);
+  if (!job.records) return;
+  const int32_t rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const PerSlot<uint16_t> slots = w.order[t.own(r)];
+    store_pack<kSlotsAtOnce>(reinterpret_cast<uint16_t*>(job.lru), t.own(r) * kSlotsAtOnce, p.hot_slots, slots);
+  }
+  if (t.number == 0) record_misses(p, job.batch_row, all.misses);
 }
 
 // The two steps after it where tokens are repeated: who asked tells, and the others are told.
 KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Thread& t, const Tally& before) {
-  const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
-    const int32_t miss_rank = w.miss_rank[t.own(r)];
-    if (miss_rank == kNoMiss) continue;
-    const int32_t result = miss_rank >= 0 ? w.miss_dst[before.misses + miss_rank] : -1;
-    w.values[w.home[t.own(r)]] = result;
-    w.result[t.own(r)] = result;
+  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  int32_t m = before.misses;
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const PerEntry<uint8_t> kinds = w.kinds[t.own(r)];
+    KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+      if (kinds.at[k] == kMisses) w.values[w.home[t.own(r)].at[k]] = w.miss_dst[m++];
+      if (kinds.at[k] == kNoHostLoc) w.values[w.home[t.own(r)].at[k]] = -1;
+    }
   }
 }
 KVIO_STEP void repeat(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
-  const Stretch entries = stretch_of(t, p.top_k);
-  KVIO_ROLLED for (int32_t r = 0; r < entries.rounds; ++r) {
-    const int32_t i = entries.first + r * t.wave;
-    if (w.result[t.own(r)] == kPending) job.out[i] = w.values[w.home[t.own(r)]];
+  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const PerEntry<uint8_t> kinds = w.kinds[t.own(r)];
+    KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
+      if (kinds.at[k] != kWaits) continue;
+      job.out[begin + r * kEntriesAtOnce + k] = w.values[w.home[t.own(r)].at[k]];
+    }
   }
 }
 

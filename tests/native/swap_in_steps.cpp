@@ -18,13 +18,11 @@ namespace py = pybind11;
 namespace kvio {
 namespace {
 
-using gpu::Count;
 using gpu::Job;
 using gpu::ResolveParams;
 using gpu::SwapInArgument;
 using gpu::Tally;
 using gpu::Thread;
-using gpu::Vote;
 using gpu::Workspace;
 
 using Fault = std::tuple<int, int64_t, int64_t, int64_t>;  // argument, position, value, limit
@@ -33,9 +31,6 @@ struct HostEnv {
   const ResolveParams* p;
   const Job* job;
   std::vector<Fault>* faults;
-  int32_t wave = 1;
-  bool counts = false;
-  std::vector<bool> votes[2] = {};
 
   int32_t claim(int32_t* at, int32_t expected, int32_t value) const {
     const int32_t before = *at;
@@ -43,25 +38,7 @@ struct HostEnv {
     return before;
   }
   void raise(int32_t* at, int32_t most) const { *at = std::max(*at, most); }
-  void post_slots(uint32_t* words, int32_t slot, bool flag) const {
-    const uint32_t bit = 1u << (slot & 31);
-    words[slot >> 5] = flag ? words[slot >> 5] | bit : words[slot >> 5] & ~bit;
-  }
-  // All votes of a step are cast when it is taken for the first time, and counted when it is taken again.
-  Count vote(Vote on, int32_t at, bool flag) {
-    std::vector<bool>& of = votes[static_cast<size_t>(on)];
-    if (!counts) {
-      if (of.size() <= static_cast<size_t>(at)) of.resize(static_cast<size_t>(at) + 1);
-      of[static_cast<size_t>(at)] = flag;
-      return {0, 0};
-    }
-    if (of.at(static_cast<size_t>(at)) != flag) throw std::logic_error("another vote than was cast");
-    const auto wave_begin = of.begin() + at / wave * wave;
-    return {static_cast<int32_t>(std::count(wave_begin, of.begin() + at, true)),
-            static_cast<int32_t>(std::count(wave_begin, wave_begin + wave, true))};
-  }
   void note(SwapInArgument argument, int32_t column, int64_t value) const {
-    if (counts) return;
     faults->emplace_back(static_cast<int>(argument), gpu::fault_position(*job, argument, column), value,
                          gpu::fault_limit(*p, *job, argument));
   }
@@ -70,7 +47,7 @@ struct HostEnv {
 // Threads of a CTA, and their order in each step.
 class Cta {
  public:
-  Cta(int32_t count, int32_t wave, uint64_t seed) : wave_(wave), order_(static_cast<size_t>(count)), random_(seed) {
+  Cta(int32_t count, uint64_t seed) : order_(static_cast<size_t>(count)), random_(seed) {
     std::iota(order_.begin(), order_.end(), 0);
   }
 
@@ -78,11 +55,10 @@ class Cta {
   void all(Step step) {
     std::shuffle(order_.begin(), order_.end(), random_);
     const int32_t count = static_cast<int32_t>(order_.size());
-    for (const int32_t number : order_) step(Thread{number, count, wave_});
+    for (const int32_t number : order_) step(Thread{number, count});
   }
 
  private:
-  int32_t wave_;
   std::vector<int32_t> order_;
   std::mt19937_64 random_;
 };
@@ -94,26 +70,22 @@ gpu::ShortRows<T> rows_at(const Address& at) {
   return {reinterpret_cast<T*>(std::get<0>(at)), static_cast<uint32_t>(std::get<1>(at))};
 }
 
-// Of the waves before each thread's; all threads of a wave have its tally.
-std::vector<Tally> sums_before(const std::vector<Tally>& tallies, int32_t wave, Tally* all) {
+// Of the threads before each.
+std::vector<Tally> sums_before(const std::vector<Tally>& tallies, Tally* all) {
   std::vector<Tally> before;
   *all = Tally();
-  Tally of_waves{};
-  for (size_t i = 0; i < tallies.size(); ++i) {
-    if (i % static_cast<size_t>(wave) == 0) {
-      of_waves = *all;
-      all->hits += tallies[i].hits;
-      all->misses += tallies[i].misses;
-    }
-    before.push_back(of_waves);
+  for (const Tally& tally : tallies) {
+    before.push_back(*all);
+    all->hits += tally.hits;
+    all->misses += tally.misses;
   }
   return before;
 }
 
-int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, int32_t wave,
-                uint64_t seed, std::vector<Fault>* faults) {
-  HostEnv env{&p, &job, faults, wave};
-  Cta cta(threads, wave, seed);
+int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int32_t threads, uint64_t seed,
+                std::vector<Fault>* faults) {
+  HostEnv env{&p, &job, faults};
+  Cta cta(threads, seed);
   const size_t count = static_cast<size_t>(threads);
   std::vector<gpu::First> first(count);
   std::vector<Tally> tallies(count);
@@ -126,13 +98,10 @@ int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int3
   cta.all([&](const Thread& t) { gpu::insert(env, p, w, job, t, *of(first, t)); });
   if (*w.repeated != 0) cta.all([&](const Thread& t) { gpu::settle(env, p, w, t); });
   cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, t, *of(first, t)); });
-  cta.all([&](const Thread& t) { gpu::judge(env, p, w, job, t, *of(first, t)); });
-  env.counts = true;
   cta.all([&](const Thread& t) { *of(tallies, t) = gpu::judge(env, p, w, job, t, *of(first, t)); });
-  env.counts = false;
   Tally all;
-  std::vector<Tally> before = sums_before(tallies, wave, &all);
-  cta.all([&](const Thread& t) { gpu::place(p, w, job, t, *of(before, t), all); });
+  std::vector<Tally> before = sums_before(tallies, &all);
+  cta.all([&](const Thread& t) { gpu::place(p, w, t, *of(before, t), all); });
   cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, all); });
   if (*w.repeated != 0) {
     cta.all([&](const Thread& t) { gpu::tell(p, w, t, *of(before, t)); });
@@ -150,7 +119,7 @@ void bind_swap_in_steps(py::module_& m) {
          bool wide_host_locs, const Address& lru, const Address& out, const Address& device_locs,
          const Address& miss_src, const Address& miss_dst, const Address& miss_count, int64_t host_slots,
          int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, uint32_t request,
-         int64_t seq_len, bool records, int32_t threads, int32_t wave, int64_t most_bytes, uint64_t seed) {
+         int64_t seq_len, bool records, int32_t threads, int64_t most_bytes, uint64_t seed) {
         ResolveParams p{};
         p.top_k_tokens = rows_at<const int32_t>(top_k_tokens);
         p.device_buffer_tokens = rows_at<int32_t>(tokens);
@@ -184,7 +153,7 @@ void bind_swap_in_steps(py::module_& m) {
           gpu::record_misses(p, batch_row, 0);
           return std::make_tuple(moves, faults);
         }
-        const int32_t misses = resolve(p, w, job, threads, wave, seed, &faults);
+        const int32_t misses = resolve(p, w, job, threads, seed, &faults);
         for (int32_t miss = 0; miss < misses; ++miss) moves.emplace_back(w.miss_src[miss], w.miss_dst[miss]);
         return std::make_tuple(moves, faults);
       },
@@ -192,7 +161,7 @@ void bind_swap_in_steps(py::module_& m) {
       py::arg("wide_host_locs"), py::arg("lru"), py::arg("out"), py::arg("device_locs"), py::arg("miss_src"),
       py::arg("miss_dst"), py::arg("miss_count"), py::arg("host_slots"), py::arg("device_slots"), py::arg("max_len"),
       py::arg("top_k"), py::arg("hot_slots"), py::arg("batch_row"), py::arg("request"), py::arg("seq_len"),
-      py::arg("records"), py::arg("threads"), py::arg("wave"), py::arg("most_bytes"), py::arg("seed"),
+      py::arg("records"), py::arg("threads"), py::arg("most_bytes"), py::arg("seed"),
       "((host location, device location) of each miss, faults)");
 }
 

@@ -11,8 +11,8 @@ import torch
 import sgl_kvio
 import swap_in_cases
 
-# Threads of a CTA, and of each of their waves.
-TEAMS = ((1, 1), (3, 1), (32, 32), (128, 64), (257, 1))
+# Threads of a CTA.
+TEAMS = (1, 3, 32, 128, 257)
 SHARED_MEMORY = 227 << 10
 STATE = ("host_cache_locs", "device_buffer_locs", "lru_slots")
 ARGUMENTS = ("top_k_tokens", *STATE, "", "device_locs")
@@ -27,7 +27,7 @@ class Resolver:
 
     def __init__(self, kvio, team, seed=0, most_bytes=SHARED_MEMORY):
         self.kvio = kvio
-        self.threads, self.wave = team
+        self.threads = team
         self.most_bytes = most_bytes
         self.random = random.Random(seed)
         self.faults = set()
@@ -84,7 +84,6 @@ class Resolver:
             seq_len=int(given["seq_lens"][b]),
             records=True,
             threads=self.threads,
-            wave=self.wave,
             most_bytes=self.most_bytes,
             seed=self.random.getrandbits(32),
         )
@@ -123,7 +122,7 @@ def test_threads_in_any_order_do_what_the_oracle_does(kvio, spec, team):
 @pytest.mark.parametrize("spec", swap_in_cases.random_specs(20, 8), ids=lambda spec: str(spec.seed))
 def test_bad_values_spoil_no_more_than_they_name(kvio, spec, monkeypatch):
     world = swap_in_cases.World(spec)
-    resolve = Resolver(kvio, (32, 32), spec.seed)
+    resolve = Resolver(kvio, 32, spec.seed)
     monkeypatch.setattr(sgl_kvio, "swap_in", resolve)
     for _ in range(25):
         resolve.faults.clear()
@@ -144,7 +143,7 @@ def large_call(hot, top_k, length, seed):
     return selected, resident, locs, host_locs, order
 
 
-@pytest.mark.parametrize("team", [(512, 64), (1024, 32)], ids=str)
+@pytest.mark.parametrize("team", [512, 1024], ids=str)
 @pytest.mark.parametrize(("hot", "top_k"), [(4096, 2048), (8192, 2048), (32767, 32767), (64, 64)])
 def test_sizes_of_engines_and_the_largest_ones(kvio, hot, top_k, team):
     length = 3 * hot
