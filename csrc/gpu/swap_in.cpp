@@ -27,27 +27,32 @@ void check_pieces(const char* op, const SwapInPools& pools, int64_t misses) {
   }
 }
 
-// Kernels multiply with row strides of 31 bits.
-void check_stride(const char* op, const char* name, int64_t stride) {
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
-  if (stride > kMost)
-    fail(op, name, " has a stride of ", stride, " elements from row to row; it may be at most ", kMost);
+// Kernels multiply with row strides in bytes, of 32 bits.
+void check_stride(const char* op, const char* name, int64_t stride, int64_t element_bytes) {
+  const int64_t most = (int64_t{1} << 32) / element_bytes - 1;
+  if (stride > most) fail(op, name, " has a stride of ", stride, " elements from row to row; it may be at most ", most);
 }
 
-void check_plan_strides(const char* op, int64_t miss_src, int64_t miss_dst) {
-  check_stride(op, "miss_src", miss_src);
-  check_stride(op, "miss_dst", miss_dst);
+template <class T>
+void check_stride(const char* op, const char* name, const Rows<T>& rows) {
+  check_stride(op, name, rows.stride, sizeof(T));
+}
+
+template <class Plan>
+void check_plan_strides(const char* op, const Plan& plan) {
+  check_stride(op, "miss_src", plan.miss_src);
+  check_stride(op, "miss_dst", plan.miss_dst);
 }
 
 void check_strides(const char* op, const SwapInRequest& r) {
-  check_stride(op, "top_k_tokens", r.top_k_tokens.stride);
-  check_stride(op, "device_buffer_tokens", r.device_buffer_tokens.stride);
-  check_stride(op, "device_buffer_locs", r.device_buffer_locs.stride);
-  check_stride(op, "host_cache_locs", r.host_cache_locs.stride);
-  check_stride(op, "lru_slots", r.lru_slots.stride);
-  check_stride(op, "top_k_device_locs", r.top_k_device_locs.stride);
-  if (r.device_locs) check_stride(op, "device_locs", r.device_locs->stride);
-  if (r.plan) check_plan_strides(op, r.plan->miss_src.stride, r.plan->miss_dst.stride);
+  check_stride(op, "top_k_tokens", r.top_k_tokens);
+  check_stride(op, "device_buffer_tokens", r.device_buffer_tokens);
+  check_stride(op, "device_buffer_locs", r.device_buffer_locs);
+  check_stride(op, "host_cache_locs", r.host_cache_locs.stride, r.host_cache_locs.is_int64 ? 8 : 4);
+  check_stride(op, "lru_slots", r.lru_slots);
+  check_stride(op, "top_k_device_locs", r.top_k_device_locs);
+  if (r.device_locs) check_stride(op, "device_locs", *r.device_locs);
+  if (r.plan) check_plan_strides(op, *r.plan);
 }
 
 void translate_pools(const char* op, SwapInPools* pools) {
@@ -151,7 +156,7 @@ void copy_planned(CopyPlannedRequest* request) {
   const DeviceGuard guard(op, device);
   raise_pending_fault(op, device);
   if (request->batch == 0 || !request->pools.moves_bytes()) return;
-  check_plan_strides(op, request->plan.miss_src.stride, request->plan.miss_dst.stride);
+  check_plan_strides(op, request->plan);
   check_pieces(op, request->pools, request->max_misses);
   translate_pools(op, &request->pools);
   replay(*request, false, fault_record(op, device), current_stream(op, device));

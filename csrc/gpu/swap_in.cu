@@ -172,27 +172,36 @@ __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, cons
   DeviceEnv env;
   const bool records = rank == 0;
   const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads};
-  const int64_t request = entry_of(p.req_pool_indices, batch_row);
-  const int64_t seq_len = entry_of(p.seq_lens, batch_row);
-  const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
+  EntryWords request_words = load_entry(p.req_pool_indices, batch_row);
+  EntryWords length_words = load_entry(p.seq_lens, batch_row);
+  uint32_t real_word = static_cast<uint32_t>(p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1);
   First first;
   begin(p, batch_row, t, &first);
   clear(p, w, t);
+  // The table is cleared while these are on their way.
+  for (uint32_t* word : {&request_words.low, &request_words.high, &length_words.low, &length_words.high, &real_word}) {
+    use_from_here(*word);
+  }
+  const int32_t real = static_cast<int32_t>(real_word);
+  const int32_t request = short_value_of(request_words, p.req_pool_indices.is_int64);
+  const int32_t seq_len = short_value_of(length_words, p.seq_lens.is_int64);
   const bool padding = batch_row >= real;
-  const bool unknown = request < 0 || request >= p.pool_slots;
+  const bool unknown = static_cast<uint32_t>(request) >= static_cast<uint32_t>(p.pool_slots);
   const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
-  const bool is_long = !padding && !unknown && (seq_len > p.hot_slots || p.device_locs.data != nullptr);
-  if (is_long) fetch(p, job, t, &first);
+  const bool resolves = !padding && !unknown && is_long(p, seq_len);
+  if (resolves) fetch(p, job, t, &first);
   __syncthreads();
   int32_t misses = 0;
-  if (is_long) {
+  if (resolves) {
     misses = resolve_long<kRanks>(p, w, job, t, first, &env);
   } else if (records) {
     KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
-      job.out[i] = padding || unknown ? -1 : direct_result(env, p, job, seq_len, i);
+      job.out[i] = padding || unknown ? -1 : direct_result(env, p, job, i);
     }
     if (t.number == 0) record_misses(p, batch_row, 0);
-    if (t.number == 0 && !padding && unknown) env.note(SwapInArgument::kRequest, batch_row, request);
+    if (t.number == 0 && !padding && unknown) {
+      env.note(SwapInArgument::kRequest, batch_row, value_of(request_words, p.req_pool_indices.is_int64));
+    }
   }
   if (KVIO_RARELY(env.argument >= 0) && records) {
     const SwapInArgument argument = static_cast<SwapInArgument>(env.argument);
@@ -515,12 +524,12 @@ ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layo
   p.device_buffer_tokens = short_rows(r.device_buffer_tokens);
   p.device_buffer_locs = short_rows(r.device_buffer_locs);
   p.host_is_int64 = r.host_cache_locs.is_int64;
-  p.host_cache_locs = {static_cast<const uint32_t*>(r.host_cache_locs.data),
-                       static_cast<uint32_t>(r.host_cache_locs.stride) << (p.host_is_int64 ? 1 : 0)};
+  p.host_cache_locs = {static_cast<const char*>(r.host_cache_locs.data),
+                       static_cast<uint32_t>(r.host_cache_locs.stride * (p.host_is_int64 ? 8 : 4))};
   p.lru_slots = short_rows(r.lru_slots);
   p.top_k_device_locs = short_rows(r.top_k_device_locs);
-  p.req_pool_indices = r.req_pool_indices;
-  p.seq_lens = r.seq_lens;
+  p.req_pool_indices = short_list(r.req_pool_indices);
+  p.seq_lens = short_list(r.seq_lens);
   p.num_real_reqs = r.num_real_reqs;
   if (r.device_locs) p.device_locs = short_rows(*r.device_locs);
   if (r.plan) {
@@ -528,13 +537,15 @@ ResolveParams resolve_params(const SwapInRequest& r, const WorkspaceLayout& layo
     p.miss_dst = short_rows(r.plan->miss_dst);
     p.miss_count = r.plan->miss_count;
   }
-  p.pool_slots = r.pool_slots;
-  p.max_len = r.max_len;
+  constexpr int64_t kMost = 0x7fffffff;
+  p.pool_slots = static_cast<int32_t>(std::min(r.pool_slots, kMost));
+  p.max_len = static_cast<int32_t>(std::min(r.max_len, kMost));
   p.host_slots = r.pools.host_limit.slots;
   p.device_slots = static_cast<uint32_t>(std::min<int64_t>(r.pools.device_limit.slots, int64_t{1} << 31));
   p.top_k = static_cast<int32_t>(r.top_k);
   p.hot_slots = static_cast<int32_t>(r.hot_buffer_size);
   p.layout = layout;
+  find_packs(&p);
   return p;
 }
 

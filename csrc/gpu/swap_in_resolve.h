@@ -53,9 +53,12 @@ using PerEntry = Pack<T, kEntriesAtOnce>;
 template <class T>
 using PerSlot = Pack<T, kSlotsAtOnce>;
 
-// Where the arrays of a CTA's memory are: bytes from where it begins, and how many in all.
+// Where the arrays of a CTA's memory are: bytes from where it begins, and how many in all. What depends on their sizes.
 struct WorkspaceLayout {
-  int32_t hash_bits;
+  int32_t entry_rounds;  // in which all threads take all entries
+  int32_t slot_rounds;
+  uint32_t hash_mask;
+  int32_t hash_shift;  // what is left of 32 bits is a place in the table
   int32_t keys;
   int32_t values;
   int32_t home;
@@ -105,20 +108,24 @@ constexpr uint8_t kWaits = 3;      // another entry asks for the same token
 // `most_bytes` in all, else four or two times: shorter searches or, at least, a table that fits.
 inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64_t threads, int64_t most_bytes) {
   WorkspaceLayout layout{};
-  const auto in_rounds = [threads](int64_t count, int64_t at_once) {
-    return (count + threads * at_once - 1) / (threads * at_once) * threads * at_once;
+  const auto rounds_of = [threads](int64_t count, int64_t at_once) {
+    return static_cast<int32_t>((count + threads * at_once - 1) / (threads * at_once));
   };
-  const int64_t entries = in_rounds(top_k, kEntriesAtOnce);
-  const int64_t slots = in_rounds(hot_slots, kSlotsAtOnce);
+  layout.entry_rounds = rounds_of(top_k, kEntriesAtOnce);
+  layout.slot_rounds = rounds_of(hot_slots, kSlotsAtOnce);
+  const int64_t entries = layout.entry_rounds * threads * kEntriesAtOnce;
+  const int64_t slots = layout.slot_rounds * threads * kSlotsAtOnce;
   for (const int64_t times : {8, 4, 2}) {
-    layout.hash_bits = hash_bits_for(top_k, times);
+    const int32_t bits = hash_bits_for(top_k, times);
+    const int64_t hash = int64_t{1} << bits;
+    layout.hash_mask = static_cast<uint32_t>(hash - 1);
+    layout.hash_shift = 32 - bits;
     int32_t end = 0;
     const auto take = [&end](int64_t bytes) {
       const int32_t at = end;
       end += static_cast<int32_t>((bytes + 15) / 16 * 16);
       return at;
     };
-    const int64_t hash = int64_t{1} << layout.hash_bits;
     layout.keys = take(4 * hash);
     layout.values = take(4 * hash);
     layout.home = take(4 * entries);
@@ -164,59 +171,103 @@ constexpr int32_t kPending = -2;
 // A token whose location is not known yet: the entry that asks for it, the lowest of several after `settle`.
 KVIO_STEP constexpr int32_t pending_of(int32_t entry) { return kPending - entry; }
 
-// Rows of a tensor as kernels have them: `stride` is below 2^32, so that an address is one multiplication.
+// Rows of a tensor as kernels have them: `stride` is in bytes, below 2^32, so that an address is one multiplication.
 template <class T>
 struct ShortRows {
   T* data;
-  uint32_t stride;  // elements
+  uint32_t stride;
 };
 
 template <class T>
 ShortRows<T> short_rows(const Rows<T>& rows) {
-  return {rows.data, static_cast<uint32_t>(rows.stride)};
+  return {rows.data, static_cast<uint32_t>(rows.stride * static_cast<int64_t>(sizeof(T)))};
 }
 
 template <class T>
 KVIO_STEP T* row_of(const ShortRows<T>& rows, uint32_t row) {
-  return rows.data + static_cast<uint64_t>(row) * rows.stride;
+  return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(rows.data) + static_cast<uint64_t>(row) * rows.stride);
+}
+
+// Whether packs of N can be loaded from every row, and stored to it.
+template <int N, class T>
+bool has_packs(const ShortRows<T>& rows) {
+  return (reinterpret_cast<uint64_t>(rows.data) | rows.stride) % (sizeof(T) * N) == 0;
+}
+
+// Entries of an index list as kernels have them.
+struct ShortList {
+  const char* data;
+  int64_t stride;  // bytes
+  bool is_int64;
+};
+inline ShortList short_list(const IndexList& list) {
+  return {static_cast<const char*>(list.data), list.stride * (list.is_int64 ? 8 : 4), list.is_int64};
+}
+
+// An entry as it was loaded, put together only when it is used: that would wait for the load.
+struct EntryWords {
+  uint32_t low;
+  uint32_t high;  // of an int64
+};
+KVIO_STEP EntryWords load_entry(const ShortList& list, int32_t at) {
+  const uint32_t* entry = reinterpret_cast<const uint32_t*>(list.data + at * list.stride);
+  return {entry[0], list.is_int64 ? entry[1] : 0};
+}
+KVIO_STEP int64_t value_of(const EntryWords& words, bool is_int64) {
+  if (!is_int64) return static_cast<int32_t>(words.low);
+  return static_cast<int64_t>(uint64_t{words.high} << 32 | words.low);
+}
+
+// The entry, or the int32 that is nearest to it.
+KVIO_STEP int32_t short_value_of(const EntryWords& words, bool is_int64) {
+  const int32_t low = static_cast<int32_t>(words.low);
+  const int32_t high = static_cast<int32_t>(words.high);
+  if (KVIO_RARELY(is_int64 && high != low >> 31)) return high < 0 ? -0x7fffffff - 1 : 0x7fffffff;
+  return low;
 }
 
 struct ResolveParams {
   ShortRows<const int32_t> top_k_tokens;
   ShortRows<int32_t> device_buffer_tokens;
   ShortRows<const int32_t> device_buffer_locs;
-  ShortRows<const uint32_t> host_cache_locs;  // in words, two for a location where host_is_int64
+  ShortRows<const char> host_cache_locs;  // int64 where host_is_int64, else int32
   bool host_is_int64;
   ShortRows<int16_t> lru_slots;
   ShortRows<int32_t> top_k_device_locs;
-  IndexList req_pool_indices;
-  IndexList seq_lens;
+  ShortList req_pool_indices;
+  ShortList seq_lens;
   const int32_t* num_real_reqs;
   ShortRows<const int32_t> device_locs;
   ShortRows<int64_t> miss_src;  // the recorded plan; null without
   ShortRows<int32_t> miss_dst;
   Strided<int32_t> miss_count;
-  int64_t pool_slots;
-  int64_t max_len;
   int64_t host_slots;
+  int32_t pool_slots;
+  int32_t max_len;
   uint32_t device_slots;  // at most 2^31
   int32_t top_k;
   int32_t hot_slots;
+  bool packed_entries;  // packs can be loaded, and none has but a part of the entries
+  bool packed_slots;
   WorkspaceLayout layout;
 };
 
-KVIO_STEP int64_t entry_of(const IndexList& list, int64_t at) {
-  const int64_t i = at * list.stride;
-  return list.is_int64 ? static_cast<const int64_t*>(list.data)[i] : static_cast<const int32_t*>(list.data)[i];
+inline void find_packs(ResolveParams* p) {
+  p->packed_entries = p->top_k % kEntriesAtOnce == 0 && has_packs<kEntriesAtOnce>(p->top_k_tokens) &&
+                      has_packs<kEntriesAtOnce>(p->top_k_device_locs);
+  p->packed_slots = p->hot_slots % kSlotsAtOnce == 0 && has_packs<kSlotsAtOnce>(p->device_buffer_tokens) &&
+                    has_packs<kSlotsAtOnce>(p->device_buffer_locs) && has_packs<kSlotsAtOnce>(p->lru_slots);
 }
 
 // A row of the batch.
 struct Job {
   int32_t batch_row;
-  int32_t token_limit;  // tokens are below it
-  int32_t newest;       // the token with a slot of its own, kNoToken if it is beyond an int32
-  uint32_t request;     // row of the state tensors
-  bool records;         // this CTA writes the state, the answers, the plan and faults; others only find out what misses
+  int32_t seq_len;
+  int32_t token_limit;   // tokens are below it
+  uint32_t plain_limit;  // those below it, but for the newest, are looked for
+  int32_t newest;        // the token with a slot of its own, below 0 for none
+  uint32_t request;      // row of the state tensors
+  bool records;          // this CTA writes the state, the answers, the plan and faults; others only find what misses
   const int32_t* selected;
   int32_t* out;
   int32_t* tokens;
@@ -225,15 +276,20 @@ struct Job {
   const int32_t* direct;  // row of device_locs, null without
 };
 
-KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t request, int64_t seq_len, bool records) {
-  constexpr int64_t kMost = 0x7fffffff;
-  // Where the token names its slot, host locations are not looked at.
-  const bool is_direct = seq_len <= p.hot_slots && p.device_locs.data == nullptr;
-  const int64_t limit = seq_len < p.max_len || is_direct ? seq_len : p.max_len;
+// Whether the request's tokens do not all have slots of their own.
+KVIO_STEP bool is_long(const ResolveParams& p, int32_t seq_len) {
+  return seq_len > p.hot_slots || p.device_locs.data != nullptr;
+}
+
+KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t request, int32_t seq_len, bool records) {
   Job job;
   job.batch_row = batch_row;
-  job.token_limit = static_cast<int32_t>(limit < 0 ? 0 : limit < kMost ? limit : kMost);
-  job.newest = seq_len <= kMost ? static_cast<int32_t>(seq_len) - 1 : kNoToken;
+  job.seq_len = seq_len;
+  // Where the token names its slot, host locations are not looked at.
+  const int32_t limit = seq_len < p.max_len || !is_long(p, seq_len) ? seq_len : p.max_len;
+  job.token_limit = limit < 0 ? 0 : limit;
+  job.plain_limit = p.device_locs.data != nullptr ? 0 : static_cast<uint32_t>(job.token_limit);
+  job.newest = seq_len < 0 ? -1 : seq_len - 1;
   job.request = request;
   job.records = records;
   job.selected = row_of(p.top_k_tokens, batch_row);
@@ -254,40 +310,31 @@ struct Thread {
   KVIO_STEP int32_t own(int32_t r) const { return r * count + number; }
 };
 
-// In how many rounds all threads take `total` things, N at once.
-template <int N>
-KVIO_STEP int32_t rounds_of(const Thread& t, int32_t total) {
-  return (total + t.count * N - 1) / (t.count * N);
-}
-
 // Where order counts, a thread takes the things from first_of on, N in a round.
 template <int N>
 KVIO_STEP int32_t first_of(const Thread& t, int32_t rounds) {
   return t.number * rounds * N;
 }
 
-// Whether packs of N can be loaded from a row, or stored to it.
-template <int N, class T>
-KVIO_STEP bool is_packed(const T* row) {
-  return reinterpret_cast<uint64_t>(row) % (sizeof(T) * N) == 0;
-}
-
 // Entries at, at + 1, ... of a row of `end`; `other` beyond it.
 template <int N, class T>
-KVIO_STEP Pack<T, N> load_pack(const T* row, int32_t at, int32_t end, T other) {
+KVIO_STEP Pack<T, N> load_pack(bool packed, const T* row, int32_t at, int32_t end, T other) {
   Pack<T, N> pack;
-  if (is_packed<N>(row) && at + N <= end) {
-    pack = *reinterpret_cast<const Pack<T, N>*>(row + at);
+  KVIO_UNROLLED for (int k = 0; k < N; ++k) pack.at[k] = other;
+  if (packed) {
+    if (at < end) pack = *reinterpret_cast<const Pack<T, N>*>(row + at);
   } else {
-    KVIO_UNROLLED for (int k = 0; k < N; ++k) pack.at[k] = at + k < end ? row[at + k] : other;
+    KVIO_UNROLLED for (int k = 0; k < N; ++k) {
+      if (at + k < end) pack.at[k] = row[at + k];
+    }
   }
   return pack;
 }
 
 template <int N, class T>
-KVIO_STEP void store_pack(T* row, int32_t at, int32_t end, const Pack<T, N>& pack) {
-  if (is_packed<N>(row) && at + N <= end) {
-    *reinterpret_cast<Pack<T, N>*>(row + at) = pack;
+KVIO_STEP void store_pack(bool packed, T* row, int32_t at, int32_t end, const Pack<T, N>& pack) {
+  if (packed) {
+    if (at < end) *reinterpret_cast<Pack<T, N>*>(row + at) = pack;
   } else {
     KVIO_UNROLLED for (int k = 0; k < N; ++k) {
       if (at + k < end) row[at + k] = pack.at[k];
@@ -304,9 +351,9 @@ struct First {
 };
 
 KVIO_STEP int64_t host_loc_of(const ResolveParams& p, const Job& job, int32_t token) {
-  const uint32_t* row = row_of(p.host_cache_locs, job.request);
+  const char* row = row_of(p.host_cache_locs, job.request);
   if (p.host_is_int64) return reinterpret_cast<const int64_t*>(row)[token];
-  return static_cast<int32_t>(row[token]);
+  return reinterpret_cast<const int32_t*>(row)[token];
 }
 
 // A fault's position in a 2-D argument, as request/fault_subject.h has it.
@@ -350,11 +397,11 @@ KVIO_STEP void record_misses(const ResolveParams& p, int32_t batch_row, int32_t 
 
 // Entry i where the token names its slot: sequences that fit the hot buffer.
 template <class Env>
-KVIO_STEP int32_t direct_result(Env& env, const ResolveParams& p, const Job& job, int64_t seq_len, int32_t i) {
-  if (i >= seq_len) return -1;
+KVIO_STEP int32_t direct_result(Env& env, const ResolveParams& p, const Job& job, int32_t i) {
+  if (i >= job.token_limit) return -1;
   const int32_t token = job.selected[i];
   if (token < 0) return -1;
-  if (token >= seq_len) {
+  if (token >= job.token_limit) {
     env.note(SwapInArgument::kTopK, i, token);
     return -1;
   }
@@ -362,26 +409,26 @@ KVIO_STEP int32_t direct_result(Env& env, const ResolveParams& p, const Job& job
 }
 
 KVIO_STEP PerEntry<int32_t> load_selected(const ResolveParams& p, const int32_t* selected, int32_t at) {
-  return load_pack<kEntriesAtOnce>(selected, at, p.top_k, kNoToken);
+  return load_pack<kEntriesAtOnce>(p.packed_entries, selected, at, p.top_k, kNoToken);
 }
 KVIO_STEP PerSlot<int32_t> load_tokens(const ResolveParams& p, const Job& job, int32_t at) {
-  return load_pack<kSlotsAtOnce>(static_cast<const int32_t*>(job.tokens), at, p.hot_slots, kNoToken);
+  return load_pack<kSlotsAtOnce>(p.packed_slots, static_cast<const int32_t*>(job.tokens), at, p.hot_slots, kNoToken);
 }
 KVIO_STEP PerSlot<int32_t> load_locs(const ResolveParams& p, const Job& job, int32_t at) {
-  return load_pack<kSlotsAtOnce>(job.locs, at, p.hot_slots, 0);
+  return load_pack<kSlotsAtOnce>(p.packed_slots, job.locs, at, p.hot_slots, 0);
 }
 KVIO_STEP PerSlot<int16_t> load_lru(const ResolveParams& p, const Job& job, int32_t at) {
-  return load_pack<kSlotsAtOnce>(static_cast<const int16_t*>(job.lru), at, p.hot_slots, int16_t{0});
+  return load_pack<kSlotsAtOnce>(p.packed_slots, static_cast<const int16_t*>(job.lru), at, p.hot_slots, int16_t{0});
 }
 
 // What needs no request.
 KVIO_STEP void begin(const ResolveParams& p, int32_t batch_row, const Thread& t, First* first) {
-  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t rounds = p.layout.entry_rounds;
   first->selected = load_selected(p, row_of(p.top_k_tokens, batch_row), first_of<kEntriesAtOnce>(t, rounds));
 }
 
 KVIO_STEP void fetch(const ResolveParams& p, const Job& job, const Thread& t, First* first) {
-  const int32_t rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  const int32_t rounds = p.layout.slot_rounds;
   first->tokens = load_tokens(p, job, t.number * kSlotsAtOnce);
   first->locs = load_locs(p, job, t.number * kSlotsAtOnce);
   first->lru = load_lru(p, job, first_of<kSlotsAtOnce>(t, rounds));
@@ -390,7 +437,7 @@ KVIO_STEP void fetch(const ResolveParams& p, const Job& job, const Thread& t, Fi
 // The table of this thread's CTA.
 KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t) {
   Pack<int32_t, 4>* keys = reinterpret_cast<Pack<int32_t, 4>*>(w.keys);
-  const int32_t packs = 1 << (p.layout.hash_bits - 2);
+  const int32_t packs = static_cast<int32_t>((p.layout.hash_mask + 1) / 4);
   KVIO_ROLLED for (int32_t h = t.number; h < packs; h += t.count) {
     keys[h] = {{kNoToken, kNoToken, kNoToken, kNoToken}};
   }
@@ -399,7 +446,7 @@ KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t
 
 // Where the search for a token begins: it is in the first free place from there on.
 KVIO_STEP uint32_t home_of(const ResolveParams& p, int32_t token) {
-  return static_cast<uint32_t>(token) * 2654435761u >> (32 - p.layout.hash_bits);
+  return static_cast<uint32_t>(token) * 2654435761u >> p.layout.hash_shift;
 }
 
 // The result of entry i, whose token is none that is looked for.
@@ -424,8 +471,8 @@ KVIO_STEP int32_t other_result(Env& env, const ResolveParams& p, const Job& job,
 template <class Env>
 KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                       const First& first) {
-  const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const uint32_t mask = p.layout.hash_mask;
+  const int32_t rounds = p.layout.entry_rounds;
   const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
   PerEntry<int32_t> tokens = first.selected;
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
@@ -436,9 +483,8 @@ KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, cons
     KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
       const int32_t token = tokens.at[k];
       home.at[k] = static_cast<int32_t>(home_of(p, token));
-      const bool is_plain =
-          static_cast<uint32_t>(token) < static_cast<uint32_t>(job.token_limit) && token != job.newest;
-      if (KVIO_RARELY(!is_plain || job.direct != nullptr)) {
+      const bool is_plain = static_cast<uint32_t>(token) < job.plain_limit && token != job.newest;
+      if (KVIO_RARELY(!is_plain)) {
         const int32_t result = i + k < p.top_k ? other_result(env, p, job, i + k, token) : -1;
         if (result != kPending) home.at[k] = kNotInTable;
         if (result != kPending && job.records && i + k < p.top_k) job.out[i + k] = result;
@@ -468,7 +514,7 @@ KVIO_STEP void insert(Env& env, const ResolveParams& p, const Workspace& w, cons
 // The lowest of several entries with one token asks for it.
 template <class Env>
 KVIO_STEP void settle(Env& env, const ResolveParams& p, const Workspace& w, const Thread& t) {
-  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t rounds = p.layout.entry_rounds;
   const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
     const PerEntry<int32_t> home = w.home[t.own(r)];
@@ -482,8 +528,8 @@ KVIO_STEP void settle(Env& env, const ResolveParams& p, const Workspace& w, cons
 template <class Env>
 KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                     const First& first) {
-  const uint32_t mask = (1u << p.layout.hash_bits) - 1;
-  const int32_t rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  const uint32_t mask = p.layout.hash_mask;
+  const int32_t rounds = p.layout.slot_rounds;
   PerSlot<int32_t> tokens = first.tokens;
   PerSlot<int32_t> locs = first.locs;
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
@@ -533,7 +579,7 @@ template <class Env>
 KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
                       const First& first) {
   Tally tally{};
-  const int32_t place_rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  const int32_t place_rounds = p.layout.slot_rounds;
   const int32_t first_place = first_of<kSlotsAtOnce>(t, place_rounds);
   const uint8_t* slot_hits = &w.hits->at[0];
   PerSlot<int16_t> lru = first.lru;
@@ -559,7 +605,7 @@ KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, cons
     w.lru[t.own(r)] = given;
     w.stays[t.own(r)] = static_cast<uint8_t>(stays);
   }
-  const int32_t entry_rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t entry_rounds = p.layout.entry_rounds;
   const int32_t first_entry = first_of<kEntriesAtOnce>(t, entry_rounds);
   KVIO_ROLLED for (int32_t r = 0; r < entry_rounds; ++r) {
     const int32_t i = first_entry + r * kEntriesAtOnce;
@@ -573,7 +619,7 @@ KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, cons
       all_known = all_known && result.at[k] > kPending;
     }
     if (all_known) {
-      if (job.records) store_pack<kEntriesAtOnce>(job.out, i, p.top_k, result);
+      if (job.records) store_pack<kEntriesAtOnce>(p.packed_entries, job.out, i, p.top_k, result);
     } else {
       KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
         if (home.at[k] == kNotInTable) continue;
@@ -617,7 +663,7 @@ KVIO_STEP Use use_of(const ResolveParams& p, const Tally& all) {
 KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Thread& t, const Tally& before,
                      const Tally& all) {
   const Use use = use_of(p, all);
-  const int32_t place_rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  const int32_t place_rounds = p.layout.slot_rounds;
   const int32_t first_place = first_of<kSlotsAtOnce>(t, place_rounds);
   uint16_t* order = &w.order->at[0];
   int32_t hits = before.hits;
@@ -635,7 +681,7 @@ KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Thread& t
       if (j + k < p.hot_slots) order[to] = slots.at[k];
     }
   }
-  const int32_t entry_rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t entry_rounds = p.layout.entry_rounds;
   const int32_t first_entry = first_of<kEntriesAtOnce>(t, entry_rounds);
   int32_t m = before.misses;
   KVIO_ROLLED for (int32_t r = 0; r < entry_rounds; ++r) {
@@ -675,17 +721,18 @@ KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, cons
     row_of(p.miss_dst, job.batch_row)[m] = given;
   }
   if (!job.records) return;
-  const int32_t rounds = rounds_of<kSlotsAtOnce>(t, p.hot_slots);
+  const int32_t rounds = p.layout.slot_rounds;
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
     const PerSlot<uint16_t> slots = w.order[t.own(r)];
-    store_pack<kSlotsAtOnce>(reinterpret_cast<uint16_t*>(job.lru), t.own(r) * kSlotsAtOnce, p.hot_slots, slots);
+    store_pack<kSlotsAtOnce>(p.packed_slots, reinterpret_cast<uint16_t*>(job.lru), t.own(r) * kSlotsAtOnce, p.hot_slots,
+                             slots);
   }
   if (t.number == 0) record_misses(p, job.batch_row, all.misses);
 }
 
 // The two steps after it where tokens are repeated: who asked tells, and the others are told.
 KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Thread& t, const Tally& before) {
-  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t rounds = p.layout.entry_rounds;
   int32_t m = before.misses;
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
     const PerEntry<uint8_t> kinds = w.kinds[t.own(r)];
@@ -696,7 +743,7 @@ KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Thread& t,
   }
 }
 KVIO_STEP void repeat(const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
-  const int32_t rounds = rounds_of<kEntriesAtOnce>(t, p.top_k);
+  const int32_t rounds = p.layout.entry_rounds;
   const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
     const PerEntry<uint8_t> kinds = w.kinds[t.own(r)];

@@ -67,7 +67,7 @@ using Address = std::tuple<uint64_t, int64_t>;  // of entry 0, and entries from 
 
 template <class T>
 gpu::ShortRows<T> rows_at(const Address& at) {
-  return {reinterpret_cast<T*>(std::get<0>(at)), static_cast<uint32_t>(std::get<1>(at))};
+  return {reinterpret_cast<T*>(std::get<0>(at)), static_cast<uint32_t>(std::get<1>(at) * sizeof(T))};
 }
 
 // Of the threads before each.
@@ -118,15 +118,15 @@ void bind_swap_in_steps(py::module_& m) {
       [](const Address& top_k_tokens, const Address& tokens, const Address& locs, const Address& host_locs,
          bool wide_host_locs, const Address& lru, const Address& out, const Address& device_locs,
          const Address& miss_src, const Address& miss_dst, const Address& miss_count, int64_t host_slots,
-         int64_t device_slots, int64_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, uint32_t request,
-         int64_t seq_len, bool records, int32_t threads, int64_t most_bytes, uint64_t seed) {
+         int64_t device_slots, int32_t max_len, int32_t top_k, int32_t hot_slots, int32_t batch_row, uint32_t request,
+         int32_t seq_len, bool records, int32_t threads, int64_t most_bytes, uint64_t seed) {
         ResolveParams p{};
         p.top_k_tokens = rows_at<const int32_t>(top_k_tokens);
         p.device_buffer_tokens = rows_at<int32_t>(tokens);
         p.device_buffer_locs = rows_at<const int32_t>(locs);
         p.host_is_int64 = wide_host_locs;
-        p.host_cache_locs = rows_at<const uint32_t>(host_locs);
-        if (wide_host_locs) p.host_cache_locs.stride *= 2;
+        p.host_cache_locs = rows_at<const char>(host_locs);
+        p.host_cache_locs.stride *= wide_host_locs ? 8 : 4;
         p.lru_slots = rows_at<int16_t>(lru);
         p.top_k_device_locs = rows_at<int32_t>(out);
         p.device_locs = rows_at<const int32_t>(device_locs);
@@ -139,16 +139,17 @@ void bind_swap_in_steps(py::module_& m) {
         p.top_k = top_k;
         p.hot_slots = hot_slots;
         p.layout = gpu::lay_out_workspace(top_k, hot_slots, threads, most_bytes);
+        gpu::find_packs(&p);
         std::vector<char> memory(static_cast<size_t>(p.layout.bytes) + 16, static_cast<char>(0x5a));
         char* base = memory.data() + (16 - reinterpret_cast<uint64_t>(memory.data()) % 16) % 16;
         const Workspace w = gpu::workspace_at(base, p.layout);
         const Job job = gpu::make_job(p, batch_row, request, seq_len, records);
         std::vector<Fault> faults;
         std::vector<std::tuple<int64_t, int32_t>> moves;
-        if (seq_len <= hot_slots && p.device_locs.data == nullptr) {
+        if (!gpu::is_long(p, seq_len)) {
           HostEnv env{&p, &job, &faults};
           for (int32_t i = 0; i < top_k; ++i) {
-            gpu::row_of(p.top_k_device_locs, batch_row)[i] = gpu::direct_result(env, p, job, seq_len, i);
+            gpu::row_of(p.top_k_device_locs, batch_row)[i] = gpu::direct_result(env, p, job, i);
           }
           gpu::record_misses(p, batch_row, 0);
           return std::make_tuple(moves, faults);
