@@ -115,68 +115,40 @@ __device__ __forceinline__ uint32_t sum_up_to(uint32_t value, uint32_t lane, uin
   return value;
 }
 
-// Tallies of all threads before this one, and of all. One barrier.
-__device__ __forceinline__ Tally sum_before(const Tally& mine, Tally* all) {
+// Of all threads before this one, and of all. One barrier.
+struct Sums {
+  int32_t before;
+  int32_t all;
+};
+__device__ __forceinline__ Sums sum_of_threads(int32_t mine) {
   constexpr uint32_t kWaves = kResolveThreads / kWave;
   __shared__ uint32_t sums[kWaves];
   const uint32_t lane = threadIdx.x % kWave;
   const uint32_t wave = threadIdx.x / kWave;
-  // Both are below 2^15, of all threads too.
-  const uint32_t own = static_cast<uint32_t>(mine.hits) << 16 | static_cast<uint32_t>(mine.misses);
+  const uint32_t own = static_cast<uint32_t>(mine);
   const uint32_t in_wave = sum_up_to(own, lane, kWave);
   if (lane == kWave - 1) sums[wave] = in_wave;
   __syncthreads();
   const uint32_t of_waves = sum_up_to(lane < kWaves ? sums[lane] : 0, lane, kWaves);
-  const uint32_t total = shuffle(of_waves, kWaves - 1);
   const uint32_t before = (wave > 0 ? shuffle(of_waves, wave - 1) : 0) + in_wave - own;
-  *all = {static_cast<int32_t>(total >> 16), static_cast<int32_t>(total & 0xffff)};
-  return {static_cast<int32_t>(before >> 16), static_cast<int32_t>(before & 0xffff)};
+  return {static_cast<int32_t>(before), static_cast<int32_t>(shuffle(of_waves, kWaves - 1))};
 }
 
-template <int kRanks>
-__device__ __forceinline__ int32_t resolve_long(const ResolveParams& p, const Workspace& w, const Job& job,
-                                                const Thread& t, const First& first, DeviceEnv* env) {
-  insert(*env, p, w, job, t, first);
-  __syncthreads();
-  const bool repeated = *w.repeated != 0;
-  if (KVIO_RARELY(repeated)) {
-    settle(*env, p, w, t);
-    __syncthreads();
-  }
-  mark(*env, p, w, job, t, first);
-  __syncthreads();
-  const Tally mine = judge(*env, p, w, job, t, first);
-  // From here on the first CTA writes what the others have read.
-  if (kRanks > 1) cluster_arrive();
-  Tally all;
-  const Tally before = sum_before(mine, &all);
-  if (kRanks > 1) cluster_wait();
-  place(p, w, t, before, all);
-  __syncthreads();
-  assign(*env, p, w, job, t, all);
-  if (KVIO_RARELY(repeated)) {
-    __syncthreads();
-    tell(p, w, t, before);
-    __syncthreads();
-    if (job.records) repeat(p, w, job, t);
-  }
-  return all.misses;
-}
+// What a CTA knows of its request once it knows what is missing.
+struct Found {
+  bool resolves;   // else all is answered
+  int32_t misses;  // that the workspace lists
+  int32_t before;  // of those, in entries of the threads before this one
+};
 
-// Resolves a row of the batch; returns how many misses the workspace lists. CTAs of a cluster do the same, and the
-// first of them records it when all have read. A barrier has to follow.
-template <int kRanks>
-__device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, const Workspace& w, int32_t batch_row,
-                                               uint32_t rank) {
+// Finds out which rows of a request are missing, and answers what is known by then. A barrier has to follow.
+__device__ __forceinline__ Found find_row(const ResolveLaunch& launch, const Workspace& w, const Thread& t,
+                                          int32_t batch_row, bool records, DeviceEnv* env, Job* job, First* first) {
   const ResolveParams& p = launch.p;
-  DeviceEnv env;
-  const bool records = rank == 0;
-  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads};
   EntryWords request_words = load_entry(p.req_pool_indices, batch_row);
   EntryWords length_words = load_entry(p.seq_lens, batch_row);
   uint32_t real_word = static_cast<uint32_t>(p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1);
-  First first;
-  begin(p, batch_row, t, &first);
+  begin(p, batch_row, t, first);
   clear(p, w, t);
   // The table is cleared while these are on their way.
   for (uint32_t* word : {&request_words.low, &request_words.high, &length_words.low, &length_words.high, &real_word}) {
@@ -187,63 +159,146 @@ __device__ __forceinline__ int32_t resolve_row(const ResolveLaunch& launch, cons
   const int32_t seq_len = short_value_of(length_words, p.seq_lens.is_int64);
   const bool padding = batch_row >= real;
   const bool unknown = static_cast<uint32_t>(request) >= static_cast<uint32_t>(p.pool_slots);
-  const Job job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
-  const bool resolves = !padding && !unknown && is_long(p, seq_len);
-  if (resolves) fetch(p, job, t, &first);
+  *job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
+  Found found{!padding && !unknown && is_long(p, seq_len), 0, 0};
+  if (found.resolves) fetch(p, *job, t, first);
   __syncthreads();
-  int32_t misses = 0;
-  if (resolves) {
-    misses = resolve_long<kRanks>(p, w, job, t, first, &env);
+  if (found.resolves) {
+    insert(*env, p, w, *job, t, *first);
+    __syncthreads();
+    if (KVIO_RARELY(*w.repeated != 0)) {
+      settle(*env, p, w, t);
+      __syncthreads();
+    }
+    mark(*env, p, w, *job, t, *first);
+    __syncthreads();
+    const Sums misses = sum_of_threads(find_misses(*env, p, w, *job, t));
+    found.misses = misses.all;
+    found.before = misses.before;
+    list_misses(p, w, t, misses.before);
   } else if (records) {
     KVIO_ROLLED for (int32_t i = t.number; i < p.top_k; i += t.count) {
-      job.out[i] = padding || unknown ? -1 : direct_result(env, p, job, i);
+      job->out[i] = padding || unknown ? -1 : direct_result(*env, p, *job, i);
     }
     if (t.number == 0) record_misses(p, batch_row, 0);
     if (t.number == 0 && !padding && unknown) {
-      env.note(SwapInArgument::kRequest, batch_row, value_of(request_words, p.req_pool_indices.is_int64));
+      env->note(SwapInArgument::kRequest, batch_row, value_of(request_words, p.req_pool_indices.is_int64));
     }
   }
-  if (KVIO_RARELY(env.argument >= 0) && records) {
-    const SwapInArgument argument = static_cast<SwapInArgument>(env.argument);
-    record_fault(launch.fault, launch.fault_op + env.argument, fault_position(job, argument, env.column), env.value,
-                 fault_limit(p, job, argument));
+  return found;
+}
+
+// Gives slots to what is missing. CTAs of a cluster do the same, and the first of them records it when all have read. A
+// barrier has to follow.
+template <int kRanks>
+__device__ __forceinline__ void finish_row(const ResolveParams& p, const Workspace& w, const Thread& t,
+                                           const Found& found, const Job& job, const First& first, DeviceEnv* env) {
+  const int32_t mine = count_hits(*env, p, w, job, t, first);
+  // From here on the first CTA writes what the others have read.
+  if (kRanks > 1) cluster_arrive();
+  const Sums hits = sum_of_threads(mine);
+  const Use use = use_of(p, hits.all, found.misses);
+  place(p, w, t, hits.before, use);
+  if (kRanks > 1) cluster_wait();
+  __syncthreads();
+  assign(*env, p, w, job, t, found.misses, use);
+  if (KVIO_RARELY(*w.repeated != 0)) {
+    __syncthreads();
+    tell(p, w, t, found.before);
+    __syncthreads();
+    if (job.records) repeat(p, w, job, t);
   }
-  return misses;
+}
+
+// Passes on the last fault that this thread noted.
+__device__ __forceinline__ void pass_on_fault(const ResolveLaunch& launch, const Job& job, const DeviceEnv& env) {
+  if (!KVIO_RARELY(env.argument >= 0) || !job.records) return;
+  const SwapInArgument argument = static_cast<SwapInArgument>(env.argument);
+  record_fault(launch.fault, launch.fault_op + env.argument, fault_position(job, argument, env.column), env.value,
+               fault_limit(launch.p, job, argument));
 }
 
 #ifndef KVIO_ROCM
-// Moves misses of a request, shared by groups of lanes that take a step of a unit each, kLoads of them at a time.
+// What a lane moves in one step: a package of a unit.
+struct Step {
+  const char* from;
+  uint32_t miss;
+  uint32_t buffer;
+  uint32_t piece;
+  uint32_t at;  // the lane's package; wraps below 0 where it is before the unit
+};
+
+// The steps of a request's misses, and how its groups of lanes share them.
+struct Steps {
+  uint32_t of_buffer;
+  uint32_t all;
+  uint32_t groups;
+  uint32_t group;   // of this thread
+  uint32_t column;  // of this thread in its group
+};
+
+__device__ __forceinline__ Steps share_steps(const Rooms& rooms, uint32_t misses, uint32_t rank, uint32_t ranks) {
+  Steps steps;
+  const uint32_t lanes = rooms.cut.lanes_per_unit;
+  steps.of_buffer = misses * rooms.pieces.divisor * rooms.steps.divisor;
+  steps.all = steps.of_buffer * rooms.num_buffers;
+  steps.groups = kResolveThreads / lanes * ranks;
+  steps.group = threadIdx.x / lanes * ranks + rank;
+  steps.column = threadIdx.x % lanes;
+  return steps;
+}
+
+template <int kWidth>
+__device__ __forceinline__ Step step_of(const Rooms& rooms, const Steps& steps, const Workspace& w, uint32_t number) {
+  const UnitCut& cut = rooms.cut;
+  Step step;
+  step.buffer = 0;
+  while (number >= steps.of_buffer) {
+    number -= steps.of_buffer;
+    ++step.buffer;
+  }
+  const uint32_t unit = rooms.steps.quotient(number);
+  step.miss = rooms.pieces.quotient(unit);
+  step.piece = unit - step.miss * rooms.pieces.divisor;
+  step.from = rooms.src_base[step.buffer] + offset_of(rooms.src, w.miss_src[step.miss], step.piece);
+  step.at = (number - unit * rooms.steps.divisor) * cut.lanes_per_unit + steps.column;
+  step.at -= (static_cast<uint32_t>(reinterpret_cast<uint64_t>(step.from)) & cut.skew_mask) / kWidth;
+  return step;
+}
+
+template <int kWidth, class Package>
+__device__ __forceinline__ void store_step(const Rooms& rooms, const Step& step, int32_t dst, const Package& held) {
+  const UnitCut& cut = rooms.cut;
+  if (dst < 0) return;
+  char* to = rooms.dst_base[step.buffer] + offset_of(rooms.dst, dst, step.piece) + uint64_t{step.at} * kWidth;
+  store_once_if(step.at < cut.packages, to, held);
+  // The lane behind the last package.
+  if (step.at == cut.packages && cut.remainder != 0) {
+    copy_remainder<kWidth>(to, step.from + uint64_t{step.at} * kWidth, cut.remainder);
+  }
+}
+
+// Moves steps from number `begin` on, kLoads of them at a time.
 template <int kWidth, int kLoads>
-__device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& w, uint32_t misses, uint32_t group,
-                                           uint32_t groups, uint32_t column) {
+__device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& w, const Steps& steps, uint32_t begin) {
   using Package = typename PackageOf<kWidth>::type;
   const UnitCut& cut = rooms.cut;
-  const uint32_t steps_of_buffer = misses * rooms.pieces.divisor * rooms.steps.divisor;
-  const uint32_t steps = steps_of_buffer * rooms.num_buffers;
-  for (uint32_t begin = group; begin < steps; begin += groups * kLoads) {
+  for (; begin < steps.all; begin += steps.groups * kLoads) {
     Package held[kLoads] = {};
     const char* from[kLoads] = {};
     char* to[kLoads] = {};
-    uint32_t at[kLoads];  // this lane's package; wraps below 0 where it is before the unit
+    uint32_t at[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       at[k] = cut.packages + 1;
-      uint32_t step = begin + k * groups;
-      if (step >= steps) continue;
-      uint32_t buffer = 0;
-      while (step >= steps_of_buffer) {
-        step -= steps_of_buffer;
-        ++buffer;
-      }
-      const uint32_t unit = rooms.steps.quotient(step);
-      const uint32_t miss = rooms.pieces.quotient(unit);
-      const uint32_t piece = unit - miss * rooms.pieces.divisor;
-      const int32_t dst = w.miss_dst[miss];
+      const uint32_t number = begin + k * steps.groups;
+      if (number >= steps.all) continue;
+      const Step step = step_of<kWidth>(rooms, steps, w, number);
+      const int32_t dst = w.miss_dst[step.miss];
       if (dst < 0) continue;
-      from[k] = rooms.src_base[buffer] + offset_of(rooms.src, w.miss_src[miss], piece);
-      to[k] = rooms.dst_base[buffer] + offset_of(rooms.dst, dst, piece);
-      at[k] = (step - unit * rooms.steps.divisor) * cut.lanes_per_unit + column;
-      at[k] -= (static_cast<uint32_t>(reinterpret_cast<uint64_t>(from[k])) & cut.skew_mask) / kWidth;
+      from[k] = step.from;
+      to[k] = rooms.dst_base[step.buffer] + offset_of(rooms.dst, dst, step.piece);
+      at[k] = step.at;
       load_once_if(at[k] < cut.packages, held[k], from[k] + uint64_t{at[k]} * kWidth);
     }
 #pragma unroll
@@ -260,57 +315,111 @@ __device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& 
   }
 }
 
-__device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
-                                                       uint32_t rank, uint32_t ranks) {
-  for (int32_t r = 0; r < launch.num_rooms; ++r) {
-    const Rooms& rooms = launch.rooms[r];
-    const uint32_t lanes = rooms.cut.lanes_per_unit;
-    const uint32_t groups = kResolveThreads / lanes * ranks;
-    uint32_t group = threadIdx.x / lanes * ranks + rank;
-    // Few rows of two kinds are under way at once.
-    if (r % 2 == 1) group = groups - 1 - group;
-    const uint32_t column = threadIdx.x % lanes;
-    switch (rooms.width) {
-      case 16:
-        // Little code where there is little to copy.
-        if (misses * rooms.pieces.divisor * rooms.steps.divisor * rooms.num_buffers <= groups) {
-          copy_steps<16, 1>(rooms, w, misses, group, groups, column);
-        } else {
-          copy_steps<16, 4>(rooms, w, misses, group, groups, column);
-        }
-        break;
-      case 8:
-        copy_steps<8, 4>(rooms, w, misses, group, groups, column);
-        break;
-      case 4:
-        copy_steps<4, 4>(rooms, w, misses, group, groups, column);
-        break;
-      case 2:
-        copy_steps<2, 4>(rooms, w, misses, group, groups, column);
-        break;
-      default:
-        copy_steps<1, 4>(rooms, w, misses, group, groups, column);
-        break;
-    }
+// A thread's first step, loaded before it is known where it goes.
+struct EarlyStep {
+  uint4 held;
+};
+
+__device__ __forceinline__ void load_early(const Rooms& rooms, const Workspace& w, const Steps& steps,
+                                           EarlyStep* early) {
+  early->held = {};
+  if (steps.group >= steps.all) return;
+  const Step step = step_of<16>(rooms, steps, w, steps.group);
+  load_once_if(step.at < rooms.cut.packages, early->held, step.from + uint64_t{step.at} * 16);
+}
+
+__device__ __forceinline__ void store_early(const Rooms& rooms, const Workspace& w, const Steps& steps,
+                                            const EarlyStep& early) {
+  if (steps.group >= steps.all) return;
+  const Step step = step_of<16>(rooms, steps, w, steps.group);
+  store_step<16>(rooms, step, w.miss_dst[step.miss], early.held);
+}
+
+// `is_started`: the first step of every group is done.
+__device__ __forceinline__ void copy_misses_of_room(const Rooms& rooms, const Workspace& w, const Steps& steps,
+                                                    bool is_started) {
+  const uint32_t begin = steps.group + (is_started ? steps.groups : 0);
+  switch (rooms.width) {
+    case 16:
+      copy_steps<16, 4>(rooms, w, steps, begin);
+      break;
+    case 8:
+      copy_steps<8, 4>(rooms, w, steps, begin);
+      break;
+    case 4:
+      copy_steps<4, 4>(rooms, w, steps, begin);
+      break;
+    case 2:
+      copy_steps<2, 4>(rooms, w, steps, begin);
+      break;
+    default:
+      copy_steps<1, 4>(rooms, w, steps, begin);
+      break;
   }
 }
+
+// The copying of a request's misses, in two parts: what can begin before slots are given out, and the rest.
+class MissCopy {
+ public:
+  // `at_once`: the request does not wait for its turn.
+  __device__ __forceinline__ MissCopy(const ResolveLaunch& launch, const Workspace& w, uint32_t misses, uint32_t rank,
+                                      uint32_t ranks, bool at_once)
+      : launch_(launch), w_(w), misses_(misses), rank_(rank), ranks_(ranks) {
+    starts_ = at_once && launch.rooms[0].width == 16;
+    if (starts_) load_early(launch.rooms[0], w, share_steps(launch.rooms[0], misses, rank, ranks), &early_);
+  }
+
+  __device__ __forceinline__ void finish() const {
+    for (int32_t r = 0; r < launch_.num_rooms; ++r) {
+      const Rooms& rooms = launch_.rooms[r];
+      Steps steps = share_steps(rooms, misses_, rank_, ranks_);
+      const bool is_started = r == 0 && starts_;
+      // Few rows of two kinds are under way at once.
+      if (r % 2 == 1) steps.group = steps.groups - 1 - steps.group;
+      if (is_started) store_early(rooms, w_, steps, early_);
+      copy_misses_of_room(rooms, w_, steps, is_started);
+    }
+  }
+
+ private:
+  const ResolveLaunch& launch_;
+  const Workspace& w_;
+  uint32_t misses_;
+  uint32_t rank_;
+  uint32_t ranks_;
+  bool starts_;
+  EarlyStep early_;
+};
 #else
-__device__ __forceinline__ void copy_misses_of_request(const ResolveLaunch& launch, const Workspace& w, uint32_t misses,
-                                                       uint32_t rank, uint32_t ranks) {
-  const auto find = [&](uint32_t miss) { return MissPlace{w.miss_src[miss], w.miss_dst[miss]}; };
-  const uint32_t warps = ranks * (kResolveThreads / kWave);
-  for (int32_t r = 0; r < launch.num_rooms; ++r) {
-    const Rooms& rooms = launch.rooms[r];
-    const uint32_t units = misses * rooms.pieces.divisor;
-    const uint32_t each = units_per_item(units * rooms.num_buffers, warps, kWave / rooms.cut.lanes_per_unit);
-    const uint32_t items = (units + each - 1) / each;
-    for (uint32_t item = (threadIdx.x / kWave) * ranks + rank; item < items * rooms.num_buffers; item += warps) {
-      const uint32_t buffer = item / items;
-      const uint32_t first = (item - buffer * items) * each;
-      copy_misses<16, 1, 1>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
+class MissCopy {
+ public:
+  __device__ __forceinline__ MissCopy(const ResolveLaunch& launch, const Workspace& w, uint32_t misses, uint32_t rank,
+                                      uint32_t ranks, bool)
+      : launch_(launch), w_(w), misses_(misses), rank_(rank), ranks_(ranks) {}
+
+  __device__ __forceinline__ void finish() const {
+    const auto find = [&](uint32_t miss) { return MissPlace{w_.miss_src[miss], w_.miss_dst[miss]}; };
+    const uint32_t warps = ranks_ * (kResolveThreads / kWave);
+    for (int32_t r = 0; r < launch_.num_rooms; ++r) {
+      const Rooms& rooms = launch_.rooms[r];
+      const uint32_t units = misses_ * rooms.pieces.divisor;
+      const uint32_t each = units_per_item(units * rooms.num_buffers, warps, kWave / rooms.cut.lanes_per_unit);
+      const uint32_t items = (units + each - 1) / each;
+      for (uint32_t item = (threadIdx.x / kWave) * ranks_ + rank_; item < items * rooms.num_buffers; item += warps) {
+        const uint32_t buffer = item / items;
+        const uint32_t first = (item - buffer * items) * each;
+        copy_misses<16, 1, 1>(rooms, buffer, first, min(each, units - first), threadIdx.x % kWave, find);
+      }
     }
   }
-}
+
+ private:
+  const ResolveLaunch& launch_;
+  const Workspace& w_;
+  uint32_t misses_;
+  uint32_t rank_;
+  uint32_t ranks_;
+};
 #endif
 
 // A barrier of all threads of a request.
@@ -350,16 +459,25 @@ __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __gri
   } else {
     w = workspace_at(launch.scratch + int64_t{batch_row} * launch.p.layout.bytes, launch.p.layout);
   }
-  const int32_t misses = resolve_row<kRanks>(launch, w, batch_row, rank);
+  const Thread t{static_cast<int32_t>(threadIdx.x), kResolveThreads};
+  DeviceEnv env;
+  Job job;
+  First first;
+  const Found found = find_row(launch, w, t, batch_row, rank == 0, &env, &job, &first);
   __syncthreads();
-  if (misses == 0 || launch.num_rooms == 0) return;
-  const bool waits = misses > launch.free_misses;
+  const bool copies = found.misses > 0 && launch.num_rooms > 0;
+  const bool waits = found.misses > launch.free_misses;
+  MissCopy copy(launch, w, static_cast<uint32_t>(found.misses), rank, kRanks, copies && !waits);
+  if (found.resolves) finish_row<kRanks>(launch.p, w, t, found, job, first, &env);
+  pass_on_fault(launch, job, env);
+  if (!copies) return;
+  __syncthreads();
   const bool leads = rank == 0 && threadIdx.x == 0;
   if (waits) {
     if (leads) take_turn(static_cast<uint32_t>(launch.turns));
     sync_ranks<kRanks>();
   }
-  copy_misses_of_request(launch, w, static_cast<uint32_t>(misses), rank, kRanks);
+  copy.finish();
   if (waits) {
     sync_ranks<kRanks>();
     if (leads) atomicSub(&copying_requests, 1u);

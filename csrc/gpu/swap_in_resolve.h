@@ -2,9 +2,10 @@
 // reads nothing that another thread writes in it, except through Env, so the outcome depends on no order of threads:
 // tests/native runs the same source with its threads in any order.
 //
-// Steps: begin, clear, fetch -> | insert -> | settle if *w.repeated | -> mark -> | judge, sum -> | place -> | assign ->
-// | tell -> | repeat if *w.repeated, with a barrier at every bar, and in the sum over all threads. `Env` has the atomic
-// operations and takes faults; compiled for a GPU or a CPU.
+// Steps: begin, clear, fetch -> | insert -> | settle if *w.repeated | -> mark -> | find_misses, sum -> | list_misses ->
+// | and then, while rows that are missing can be on their way, count_hits, sum -> | place -> | assign -> | tell -> |
+// repeat if *w.repeated, with a barrier at every bar, and in the sums over all threads. `Env` has the atomic operations
+// and takes faults; compiled for a GPU or a CPU.
 //
 // What shaped it (H200): one SM does all of it for a request, so instructions and accesses to shared memory count. A
 // thread takes a few neighbours at once: one load brings them, and their searches are under way together. What an SM
@@ -58,7 +59,7 @@ struct WorkspaceLayout {
   int32_t entry_rounds;  // in which all threads take all entries
   int32_t slot_rounds;
   uint32_t hash_mask;
-  int32_t hash_shift;  // what is left of 32 bits is a place in the table
+  int32_t hash_shift;  // what is left of 32 bits is a pair of places in the table
   int32_t keys;
   int32_t values;
   int32_t home;
@@ -119,7 +120,7 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
     const int32_t bits = hash_bits_for(top_k, times);
     const int64_t hash = int64_t{1} << bits;
     layout.hash_mask = static_cast<uint32_t>(hash - 1);
-    layout.hash_shift = 32 - bits;
+    layout.hash_shift = 32 - (bits - 1);
     int32_t end = 0;
     const auto take = [&end](int64_t bytes) {
       const int32_t at = end;
@@ -444,9 +445,14 @@ KVIO_STEP void clear(const ResolveParams& p, const Workspace& w, const Thread& t
   if (t.number == 0) *w.repeated = 0;
 }
 
-// Where the search for a token begins: it is in the first free place from there on.
+// Where the search for a token begins, an even place: it is in the first free one from there on.
 KVIO_STEP uint32_t home_of(const ResolveParams& p, int32_t token) {
-  return static_cast<uint32_t>(token) * 2654435761u >> p.layout.hash_shift;
+  return (static_cast<uint32_t>(token) * 2654435761u >> p.layout.hash_shift) << 1;
+}
+
+// Two places of the table.
+KVIO_STEP Pack<int32_t, 2> pair_at(const Workspace& w, uint32_t home) {
+  return *reinterpret_cast<const Pack<int32_t, 2>*>(w.keys + home);
 }
 
 // The result of entry i, whose token is none that is looked for.
@@ -539,19 +545,21 @@ KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const 
       locs = load_locs(p, job, slot);
     }
     uint32_t home[kSlotsAtOnce];
-    int32_t key[kSlotsAtOnce];
+    Pack<int32_t, 2> keys[kSlotsAtOnce];
     KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
       home[k] = home_of(p, tokens.at[k]);
-      key[k] = w.keys[home[k]];
+      keys[k] = pair_at(w, home[k]);
     }
     PerSlot<uint8_t> hits;
     KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
       const int32_t token = tokens.at[k];
-      KVIO_ROLLED while (key[k] != token && key[k] != kNoToken) {
-        home[k] = (home[k] + 1) & mask;
-        key[k] = w.keys[home[k]];
+      // A place is taken only when those before it are.
+      KVIO_ROLLED while (KVIO_RARELY(keys[k].at[0] != token && keys[k].at[1] != token && keys[k].at[1] != kNoToken)) {
+        home[k] = (home[k] + 2) & mask;
+        keys[k] = pair_at(w, home[k]);
       }
-      const bool is_hit = key[k] == token && token >= 0;
+      if (keys[k].at[1] == token) ++home[k];
+      const bool is_hit = (keys[k].at[0] == token || keys[k].at[1] == token) && token >= 0;
       hits.at[k] = is_hit ? 1 : 0;
       if (is_hit) {
         int32_t loc = locs.at[k];
@@ -567,48 +575,14 @@ KVIO_STEP void mark(Env& env, const ResolveParams& p, const Workspace& w, const 
   }
 }
 
-// Of a thread, of all threads before it, or of all.
-struct Tally {
-  int32_t hits;  // slots that stay
-  int32_t misses;
-};
-
-// Which slots stay, which entries have to be loaded, and how many of each this thread has. Answers entries whose token
-// a slot holds.
+// Which entries have to be loaded; returns how many of this thread's. Answers entries whose token a slot holds.
 template <class Env>
-KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                      const First& first) {
-  Tally tally{};
-  const int32_t place_rounds = p.layout.slot_rounds;
-  const int32_t first_place = first_of<kSlotsAtOnce>(t, place_rounds);
-  const uint8_t* slot_hits = &w.hits->at[0];
-  PerSlot<int16_t> lru = first.lru;
-  KVIO_ROLLED for (int32_t r = 0; r < place_rounds; ++r) {
-    const int32_t j = first_place + r * kSlotsAtOnce;
-    if (r > 0) lru = load_lru(p, job, j);
-    uint32_t stays = 0;
-    PerSlot<uint16_t> given;
-    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
-      const int32_t slot = lru.at[k];
-      given.at[k] = static_cast<uint16_t>(slot);
-      // A slot that is named wrongly stays as well: it is never given away.
-      bool stay = true;
-      if (KVIO_RARELY(static_cast<uint32_t>(slot) >= static_cast<uint32_t>(p.hot_slots))) {
-        env.note(SwapInArgument::kLru, j + k, slot);
-      } else {
-        stay = slot_hits[slot] != 0;
-      }
-      const uint32_t bit = stay && j + k < p.hot_slots ? 1 : 0;
-      tally.hits += static_cast<int32_t>(bit);
-      stays |= bit << k;
-    }
-    w.lru[t.own(r)] = given;
-    w.stays[t.own(r)] = static_cast<uint8_t>(stays);
-  }
-  const int32_t entry_rounds = p.layout.entry_rounds;
-  const int32_t first_entry = first_of<kEntriesAtOnce>(t, entry_rounds);
-  KVIO_ROLLED for (int32_t r = 0; r < entry_rounds; ++r) {
-    const int32_t i = first_entry + r * kEntriesAtOnce;
+KVIO_STEP int32_t find_misses(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t) {
+  const int32_t rounds = p.layout.entry_rounds;
+  const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
+  int32_t misses = 0;
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const int32_t i = begin + r * kEntriesAtOnce;
     const PerEntry<int32_t> home = w.home[t.own(r)];
     PerEntry<int32_t> result;
     PerEntry<uint8_t> kinds;
@@ -635,7 +609,7 @@ KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, cons
             kinds.at[k] = kNoHostLoc;
             answer = -1;
           } else {
-            ++tally.misses;
+            ++misses;
           }
         } else if (answer <= kPending) {
           kinds.at[k] = kWaits;
@@ -645,50 +619,18 @@ KVIO_STEP Tally judge(Env& env, const ResolveParams& p, const Workspace& w, cons
     }
     w.kinds[t.own(r)] = kinds;
   }
-  return tally;
+  return misses;
 }
 
-// How the hot slots are used.
-struct Use {
-  int32_t leaving;  // slots that do not stay
-  int32_t taken;    // those of them that misses take: fewer than misses only where lru_slots names some wrongly
-};
-KVIO_STEP Use use_of(const ResolveParams& p, const Tally& all) {
-  const int32_t leaving = p.hot_slots - all.hits;
-  return {leaving, all.misses < leaving ? all.misses : leaving};
-}
-
-// The slots in their new order: those that left and were not taken, those that were taken, those that stayed; and which
-// entry misses as which. `before` is of the threads before this one.
-KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Thread& t, const Tally& before,
-                     const Tally& all) {
-  const Use use = use_of(p, all);
-  const int32_t place_rounds = p.layout.slot_rounds;
-  const int32_t first_place = first_of<kSlotsAtOnce>(t, place_rounds);
-  uint16_t* order = &w.order->at[0];
-  int32_t hits = before.hits;
-  KVIO_ROLLED for (int32_t r = 0; r < place_rounds; ++r) {
-    const int32_t j = first_place + r * kSlotsAtOnce;
-    const PerSlot<uint16_t> slots = w.lru[t.own(r)];
-    const uint32_t stays = w.stays[t.own(r)];
-    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
-      const bool stay = (stays >> k & 1) != 0;
-      const int32_t turn = j + k - hits;
-      const int32_t to = stay               ? use.leaving + hits
-                         : turn < use.taken ? use.leaving - use.taken + turn
-                                            : turn - use.taken;
-      hits += stay ? 1 : 0;
-      if (j + k < p.hot_slots) order[to] = slots.at[k];
-    }
-  }
-  const int32_t entry_rounds = p.layout.entry_rounds;
-  const int32_t first_entry = first_of<kEntriesAtOnce>(t, entry_rounds);
-  int32_t m = before.misses;
-  KVIO_ROLLED for (int32_t r = 0; r < entry_rounds; ++r) {
+// Which entry misses as which: `m` misses are of the threads before this one.
+KVIO_STEP void list_misses(const ResolveParams& p, const Workspace& w, const Thread& t, int32_t m) {
+  const int32_t rounds = p.layout.entry_rounds;
+  const int32_t begin = first_of<kEntriesAtOnce>(t, rounds);
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
     const PerEntry<uint8_t> kinds = w.kinds[t.own(r)];
     KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {
       if (kinds.at[k] != kMisses) continue;
-      w.missing[m] = static_cast<uint16_t>(first_entry + r * kEntriesAtOnce + k);
+      w.missing[m] = static_cast<uint16_t>(begin + r * kEntriesAtOnce + k);
       w.miss_src[m] = w.host[t.own(r)].at[k];
       w.miss_dst[m] = w.keys[w.home[t.own(r)].at[k]];
       ++m;
@@ -696,18 +638,82 @@ KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Thread& t
   }
 }
 
+// Which slots stay; returns how many of this thread's places.
+template <class Env>
+KVIO_STEP int32_t count_hits(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
+                             const First& first) {
+  const int32_t rounds = p.layout.slot_rounds;
+  const int32_t begin = first_of<kSlotsAtOnce>(t, rounds);
+  const uint8_t* slot_hits = &w.hits->at[0];
+  PerSlot<int16_t> lru = first.lru;
+  int32_t hits = 0;
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const int32_t j = begin + r * kSlotsAtOnce;
+    if (r > 0) lru = load_lru(p, job, j);
+    uint32_t stays = 0;
+    PerSlot<uint16_t> given;
+    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
+      const int32_t slot = lru.at[k];
+      given.at[k] = static_cast<uint16_t>(slot);
+      // A slot that is named wrongly stays as well: it is never given away.
+      uint32_t stay = 1;
+      if (KVIO_RARELY(static_cast<uint32_t>(slot) >= static_cast<uint32_t>(p.hot_slots))) {
+        env.note(SwapInArgument::kLru, j + k, slot);
+      } else {
+        stay = slot_hits[slot];
+      }
+      if (j + k >= p.hot_slots) stay = 0;
+      hits += static_cast<int32_t>(stay);
+      stays |= stay << k;
+    }
+    w.lru[t.own(r)] = given;
+    w.stays[t.own(r)] = static_cast<uint8_t>(stays);
+  }
+  return hits;
+}
+
+// How the hot slots are used.
+struct Use {
+  int32_t leaving;  // slots that do not stay
+  int32_t taken;    // those of them that misses take: fewer than misses only where lru_slots names some wrongly
+};
+KVIO_STEP Use use_of(const ResolveParams& p, int32_t hits, int32_t misses) {
+  const int32_t leaving = p.hot_slots - hits;
+  return {leaving, misses < leaving ? misses : leaving};
+}
+
+// The slots in their new order: those that left and were not taken, those that were taken, those that stayed. `hits`
+// are of the threads before this one.
+KVIO_STEP void place(const ResolveParams& p, const Workspace& w, const Thread& t, int32_t hits, const Use& use) {
+  const int32_t rounds = p.layout.slot_rounds;
+  const int32_t begin = first_of<kSlotsAtOnce>(t, rounds);
+  uint16_t* order = &w.order->at[0];
+  KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
+    const int32_t j = begin + r * kSlotsAtOnce;
+    const PerSlot<uint16_t> slots = w.lru[t.own(r)];
+    const uint32_t stays = w.stays[t.own(r)];
+    KVIO_UNROLLED for (int k = 0; k < kSlotsAtOnce; ++k) {
+      const int32_t stay = static_cast<int32_t>(stays >> k & 1);
+      const int32_t turn = j + k - hits;
+      const int32_t left = turn < use.taken ? use.leaving - use.taken + turn : turn - use.taken;
+      const int32_t to = stay != 0 ? use.leaving + hits : left;
+      hits += stay;
+      if (j + k < p.hot_slots) order[to] = slots.at[k];
+    }
+  }
+}
+
 // Misses take the slots that leave, least recently used first. A slot whose own location is bad stays empty.
 template <class Env>
 KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, const Job& job, const Thread& t,
-                      const Tally& all) {
-  const Use use = use_of(p, all);
+                      int32_t misses, const Use& use) {
   const uint16_t* order = &w.order->at[0];
   const int32_t* locs = &w.locs->at[0];
-  KVIO_ROLLED for (int32_t m = t.number; m < all.misses; m += t.count) {
+  KVIO_ROLLED for (int32_t m = t.number; m < misses; m += t.count) {
     const int32_t token = w.miss_dst[m];
     int32_t given = -1;
     int32_t loc = -1;
-    if (m < use.leaving) {
+    if (m < use.taken) {
       const uint16_t slot = order[use.leaving - use.taken + m];
       given = locs[slot];
       loc = checked_loc(env, p, given, slot, SwapInArgument::kDeviceLocs);
@@ -727,13 +733,12 @@ KVIO_STEP void assign(Env& env, const ResolveParams& p, const Workspace& w, cons
     store_pack<kSlotsAtOnce>(p.packed_slots, reinterpret_cast<uint16_t*>(job.lru), t.own(r) * kSlotsAtOnce, p.hot_slots,
                              slots);
   }
-  if (t.number == 0) record_misses(p, job.batch_row, all.misses);
+  if (t.number == 0) record_misses(p, job.batch_row, misses);
 }
 
 // The two steps after it where tokens are repeated: who asked tells, and the others are told.
-KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Thread& t, const Tally& before) {
+KVIO_STEP void tell(const ResolveParams& p, const Workspace& w, const Thread& t, int32_t m) {
   const int32_t rounds = p.layout.entry_rounds;
-  int32_t m = before.misses;
   KVIO_ROLLED for (int32_t r = 0; r < rounds; ++r) {
     const PerEntry<uint8_t> kinds = w.kinds[t.own(r)];
     KVIO_UNROLLED for (int k = 0; k < kEntriesAtOnce; ++k) {

@@ -21,7 +21,6 @@ namespace {
 using gpu::Job;
 using gpu::ResolveParams;
 using gpu::SwapInArgument;
-using gpu::Tally;
 using gpu::Thread;
 using gpu::Workspace;
 
@@ -70,14 +69,13 @@ gpu::ShortRows<T> rows_at(const Address& at) {
   return {reinterpret_cast<T*>(std::get<0>(at)), static_cast<uint32_t>(std::get<1>(at) * sizeof(T))};
 }
 
-// Of the threads before each.
-std::vector<Tally> sums_before(const std::vector<Tally>& tallies, Tally* all) {
-  std::vector<Tally> before;
-  *all = Tally();
-  for (const Tally& tally : tallies) {
+// Of the threads before each; `all` of all.
+std::vector<int32_t> sums_before(const std::vector<int32_t>& counts, int32_t* all) {
+  std::vector<int32_t> before;
+  *all = 0;
+  for (const int32_t count : counts) {
     before.push_back(*all);
-    all->hits += tally.hits;
-    all->misses += tally.misses;
+    *all += count;
   }
   return before;
 }
@@ -88,7 +86,7 @@ int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int3
   Cta cta(threads, seed);
   const size_t count = static_cast<size_t>(threads);
   std::vector<gpu::First> first(count);
-  std::vector<Tally> tallies(count);
+  std::vector<int32_t> counts(count);
   const auto of = [](auto& values, const Thread& t) { return &values[static_cast<size_t>(t.number)]; };
   cta.all([&](const Thread& t) {
     gpu::begin(p, job.batch_row, t, of(first, t));
@@ -98,16 +96,21 @@ int32_t resolve(const ResolveParams& p, const Workspace& w, const Job& job, int3
   cta.all([&](const Thread& t) { gpu::insert(env, p, w, job, t, *of(first, t)); });
   if (*w.repeated != 0) cta.all([&](const Thread& t) { gpu::settle(env, p, w, t); });
   cta.all([&](const Thread& t) { gpu::mark(env, p, w, job, t, *of(first, t)); });
-  cta.all([&](const Thread& t) { *of(tallies, t) = gpu::judge(env, p, w, job, t, *of(first, t)); });
-  Tally all;
-  std::vector<Tally> before = sums_before(tallies, &all);
-  cta.all([&](const Thread& t) { gpu::place(p, w, t, *of(before, t), all); });
-  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, all); });
+  int32_t misses = 0;
+  cta.all([&](const Thread& t) { *of(counts, t) = gpu::find_misses(env, p, w, job, t); });
+  std::vector<int32_t> misses_before = sums_before(counts, &misses);
+  cta.all([&](const Thread& t) { gpu::list_misses(p, w, t, *of(misses_before, t)); });
+  int32_t hits = 0;
+  cta.all([&](const Thread& t) { *of(counts, t) = gpu::count_hits(env, p, w, job, t, *of(first, t)); });
+  std::vector<int32_t> hits_before = sums_before(counts, &hits);
+  const gpu::Use use = gpu::use_of(p, hits, misses);
+  cta.all([&](const Thread& t) { gpu::place(p, w, t, *of(hits_before, t), use); });
+  cta.all([&](const Thread& t) { gpu::assign(env, p, w, job, t, misses, use); });
   if (*w.repeated != 0) {
-    cta.all([&](const Thread& t) { gpu::tell(p, w, t, *of(before, t)); });
+    cta.all([&](const Thread& t) { gpu::tell(p, w, t, *of(misses_before, t)); });
     if (job.records) cta.all([&](const Thread& t) { gpu::repeat(p, w, job, t); });
   }
-  return all.misses;
+  return misses;
 }
 
 }  // namespace
