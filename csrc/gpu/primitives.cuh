@@ -100,9 +100,6 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
 template <class T>
 __device__ __forceinline__ void await_loaded(T&) {}
 
-// Nothing that needs the value is moved up from here to where it was loaded.
-__device__ __forceinline__ void use_from_here(uint32_t& value) { asm volatile("" : "+r"(value)::"memory"); }
-
 template <class T>
 __device__ __forceinline__ void store_once(void* address, const T& value) {
   if constexpr (sizeof(T) == 16) {

@@ -114,9 +114,6 @@ __device__ __forceinline__ void load_words_if(bool wanted, uint32_t& low, uint32
   high = words.y;
 }
 
-// Nothing that needs the value is moved up from here to where it was loaded.
-__device__ __forceinline__ void use_from_here(uint32_t& value) { asm volatile("" : "+v"(value)::"memory"); }
-
 template <class T>
 __device__ __forceinline__ void await_loaded(T& value) {
   if constexpr (sizeof(T) >= 4) {

@@ -30,7 +30,7 @@ void check_pieces(const char* op, const SwapInPools& pools, int64_t misses) {
 // Kernels multiply with row strides in bytes, of 32 bits.
 void check_stride(const char* op, const char* name, int64_t stride, int64_t element_bytes) {
   const int64_t most = (int64_t{1} << 32) / element_bytes - 1;
-  if (stride > most) fail(op, name, " has a stride of ", stride, " elements from row to row; it may be at most ", most);
+  if (stride > most) fail(op, name, " has a stride of ", stride, " elements; it may be at most ", most);
 }
 
 template <class T>
@@ -48,6 +48,8 @@ void check_strides(const char* op, const SwapInRequest& r) {
   check_stride(op, "top_k_tokens", r.top_k_tokens);
   check_stride(op, "device_buffer_tokens", r.device_buffer_tokens);
   check_stride(op, "device_buffer_locs", r.device_buffer_locs);
+  check_stride(op, "req_pool_indices", r.req_pool_indices.stride, r.req_pool_indices.is_int64 ? 8 : 4);
+  check_stride(op, "seq_lens", r.seq_lens.stride, r.seq_lens.is_int64 ? 8 : 4);
   check_stride(op, "host_cache_locs", r.host_cache_locs.stride, r.host_cache_locs.is_int64 ? 8 : 4);
   check_stride(op, "lru_slots", r.lru_slots);
   check_stride(op, "top_k_device_locs", r.top_k_device_locs);

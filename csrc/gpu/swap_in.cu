@@ -145,25 +145,23 @@ struct Found {
 __device__ __forceinline__ Found find_row(const ResolveLaunch& launch, const Workspace& w, const Thread& t,
                                           int32_t batch_row, bool records, DeviceEnv* env, Job* job, First* first) {
   const ResolveParams& p = launch.p;
-  EntryWords request_words = load_entry(p.req_pool_indices, batch_row);
-  EntryWords length_words = load_entry(p.seq_lens, batch_row);
-  uint32_t real_word = static_cast<uint32_t>(p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1);
+  const uint32_t row = static_cast<uint32_t>(batch_row);
+  const EntryWords request_words = load_entry(p.req_pool_indices, row);
+  const EntryWords length_words = load_entry(p.seq_lens, row);
+  const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
   begin(p, batch_row, t, first);
   clear(p, w, t);
-  // The table is cleared while these are on their way.
-  for (uint32_t* word : {&request_words.low, &request_words.high, &length_words.low, &length_words.high, &real_word}) {
-    use_from_here(*word);
-  }
-  const int32_t real = static_cast<int32_t>(real_word);
-  const int32_t request = short_value_of(request_words, p.req_pool_indices.is_int64);
+  // What is loaded is not looked at before.
+  __syncthreads();
+  const uint32_t request = request_words.low;
+  const bool unknown =
+      request >= static_cast<uint32_t>(p.pool_slots) || (p.req_pool_indices.is_int64 && request_words.high != 0);
   const int32_t seq_len = short_value_of(length_words, p.seq_lens.is_int64);
   const bool padding = batch_row >= real;
-  const bool unknown = static_cast<uint32_t>(request) >= static_cast<uint32_t>(p.pool_slots);
-  *job = make_job(p, batch_row, unknown ? 0 : static_cast<uint32_t>(request), seq_len, records);
+  *job = make_job(p, batch_row, unknown ? 0 : request, seq_len, records);
   Found found{!padding && !unknown && is_long(p, seq_len), 0, 0};
-  if (found.resolves) fetch(p, *job, t, first);
-  __syncthreads();
   if (found.resolves) {
+    fetch(p, *job, t, first);
     insert(*env, p, w, *job, t, *first);
     __syncthreads();
     if (KVIO_RARELY(*w.repeated != 0)) {
@@ -370,13 +368,13 @@ class MissCopy {
   }
 
   __device__ __forceinline__ void finish() const {
+    if (starts_) store_early(launch_.rooms[0], w_, share_steps(launch_.rooms[0], misses_, rank_, ranks_), early_);
     for (int32_t r = 0; r < launch_.num_rooms; ++r) {
       const Rooms& rooms = launch_.rooms[r];
       Steps steps = share_steps(rooms, misses_, rank_, ranks_);
       const bool is_started = r == 0 && starts_;
       // Few rows of two kinds are under way at once.
       if (r % 2 == 1) steps.group = steps.groups - 1 - steps.group;
-      if (is_started) store_early(rooms, w_, steps, early_);
       copy_misses_of_room(rooms, w_, steps, is_started);
     }
   }

@@ -2,7 +2,7 @@
 // reads nothing that another thread writes in it, except through Env, so the outcome depends on no order of threads:
 // tests/native runs the same source with its threads in any order.
 //
-// Steps: begin, clear, fetch -> | insert -> | settle if *w.repeated | -> mark -> | find_misses, sum -> | list_misses ->
+// Steps: begin, clear -> | fetch, insert -> | settle if *w.repeated | -> mark -> | find_misses, sum -> | list_misses ->
 // | and then, while rows that are missing can be on their way, count_hits, sum -> | place -> | assign -> | tell -> |
 // repeat if *w.repeated, with a barrier at every bar, and in the sums over all threads. `Env` has the atomic operations
 // and takes faults; compiled for a GPU or a CPU.
@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "request/swap_in_request.h"
 
@@ -186,7 +187,8 @@ ShortRows<T> short_rows(const Rows<T>& rows) {
 
 template <class T>
 KVIO_STEP T* row_of(const ShortRows<T>& rows, uint32_t row) {
-  return reinterpret_cast<T*>(reinterpret_cast<uint64_t>(rows.data) + static_cast<uint64_t>(row) * rows.stride);
+  char* data = reinterpret_cast<char*>(const_cast<std::remove_const_t<T>*>(rows.data));
+  return reinterpret_cast<T*>(data + static_cast<uint64_t>(row) * rows.stride);
 }
 
 // Whether packs of N can be loaded from every row, and stored to it.
@@ -198,11 +200,12 @@ bool has_packs(const ShortRows<T>& rows) {
 // Entries of an index list as kernels have them.
 struct ShortList {
   const char* data;
-  int64_t stride;  // bytes
+  uint32_t stride;  // bytes
   bool is_int64;
 };
 inline ShortList short_list(const IndexList& list) {
-  return {static_cast<const char*>(list.data), list.stride * (list.is_int64 ? 8 : 4), list.is_int64};
+  return {static_cast<const char*>(list.data), static_cast<uint32_t>(list.stride * (list.is_int64 ? 8 : 4)),
+          list.is_int64};
 }
 
 // An entry as it was loaded, put together only when it is used: that would wait for the load.
@@ -210,8 +213,8 @@ struct EntryWords {
   uint32_t low;
   uint32_t high;  // of an int64
 };
-KVIO_STEP EntryWords load_entry(const ShortList& list, int32_t at) {
-  const uint32_t* entry = reinterpret_cast<const uint32_t*>(list.data + at * list.stride);
+KVIO_STEP EntryWords load_entry(const ShortList& list, uint32_t at) {
+  const uint32_t* entry = reinterpret_cast<const uint32_t*>(list.data + static_cast<uint64_t>(at) * list.stride);
   return {entry[0], list.is_int64 ? entry[1] : 0};
 }
 KVIO_STEP int64_t value_of(const EntryWords& words, bool is_int64) {
