@@ -135,6 +135,17 @@ __device__ __forceinline__ void store_once_if(bool wanted, void* address, const 
   }
 }
 
+// Begins to copy 16 bytes to shared memory, past L1; needs no registers while they are on their way.
+__device__ __forceinline__ void begin_copy_to_shared(void* shared, const void* address) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(address)
+      : "memory");
+}
+
+// Waits for all that this thread began to copy, and sees it from here on.
+__device__ __forceinline__ void await_copies_to_shared() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Every lane gets the pointer that lane `lane` holds. All lanes of the wave must call, here and below.
 template <class T>
 __device__ __forceinline__ T* shuffle_pointer(T* pointer, uint32_t lane) {

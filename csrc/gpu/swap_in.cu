@@ -24,8 +24,9 @@ namespace {
 
 constexpr int kResolveThreads = 1024;
 constexpr int kPlannedThreads = 512;
-constexpr int64_t kMaxRequestsAtOnce = 2048;     // of which a CTA keeps the sums of misses
-constexpr int64_t kMaxUnits = int64_t{1} << 26;  // of one buffer that are numbered together: 2^30 of all
+constexpr uint32_t kStagedSteps = kPolicy.wave_copy ? 0 : 4;  // of a thread, loaded before it is known where they go
+constexpr int64_t kMaxRequestsAtOnce = 2048;                  // of which a CTA keeps the sums of misses
+constexpr int64_t kMaxUnits = int64_t{1} << 26;               // of one buffer that are numbered together: 2^30 of all
 
 // Where rows go and come from: one geometry, up to kMaxSwapInBuffers buffers.
 struct Rooms {
@@ -37,7 +38,8 @@ struct Rooms {
   char* dst_base[kMaxSwapInBuffers];
   const char* src_base[kMaxSwapInBuffers];
   uint32_t num_buffers;
-  uint32_t width;  // of a package, bytes
+  uint32_t width;      // of a package, bytes
+  uint32_t lane_bits;  // 2^lane_bits lanes take a unit
 };
 
 struct DeviceEnv {
@@ -237,12 +239,11 @@ struct Steps {
 
 __device__ __forceinline__ Steps share_steps(const Rooms& rooms, uint32_t misses, uint32_t rank, uint32_t ranks) {
   Steps steps;
-  const uint32_t lanes = rooms.cut.lanes_per_unit;
   steps.of_buffer = misses * rooms.pieces.divisor * rooms.steps.divisor;
   steps.all = steps.of_buffer * rooms.num_buffers;
-  steps.groups = kResolveThreads / lanes * ranks;
-  steps.group = threadIdx.x / lanes * ranks + rank;
-  steps.column = threadIdx.x % lanes;
+  steps.groups = (kResolveThreads >> rooms.lane_bits) * ranks;
+  steps.group = (threadIdx.x >> rooms.lane_bits) * ranks + rank;
+  steps.column = threadIdx.x & (rooms.cut.lanes_per_unit - 1);
   return steps;
 }
 
@@ -313,30 +314,10 @@ __device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& 
   }
 }
 
-// A thread's first step, loaded before it is known where it goes.
-struct EarlyStep {
-  uint4 held;
-};
-
-__device__ __forceinline__ void load_early(const Rooms& rooms, const Workspace& w, const Steps& steps,
-                                           EarlyStep* early) {
-  early->held = {};
-  if (steps.group >= steps.all) return;
-  const Step step = step_of<16>(rooms, steps, w, steps.group);
-  load_once_if(step.at < rooms.cut.packages, early->held, step.from + uint64_t{step.at} * 16);
-}
-
-__device__ __forceinline__ void store_early(const Rooms& rooms, const Workspace& w, const Steps& steps,
-                                            const EarlyStep& early) {
-  if (steps.group >= steps.all) return;
-  const Step step = step_of<16>(rooms, steps, w, steps.group);
-  store_step<16>(rooms, step, w.miss_dst[step.miss], early.held);
-}
-
-// `is_started`: the first step of every group is done.
+// Moves the steps that follow the first `done` ones of every group.
 __device__ __forceinline__ void copy_misses_of_room(const Rooms& rooms, const Workspace& w, const Steps& steps,
-                                                    bool is_started) {
-  const uint32_t begin = steps.group + (is_started ? steps.groups : 0);
+                                                    uint32_t done) {
+  const uint32_t begin = steps.group + done * steps.groups;
   switch (rooms.width) {
     case 16:
       copy_steps<16, 4>(rooms, w, steps, begin);
@@ -356,37 +337,67 @@ __device__ __forceinline__ void copy_misses_of_room(const Rooms& rooms, const Wo
   }
 }
 
-// The copying of a request's misses, in two parts: what can begin before slots are given out, and the rest.
+// The copying of a request's misses, in two parts: loading what there is room for where the table's keys were, which
+// can be done before slots are given out, and all the rest.
 class MissCopy {
  public:
-  // `at_once`: the request does not wait for its turn.
+  // `at_once`: the first part is done, without waiting for a turn.
   __device__ __forceinline__ MissCopy(const ResolveLaunch& launch, const Workspace& w, uint32_t misses, uint32_t rank,
                                       uint32_t ranks, bool at_once)
-      : launch_(launch), w_(w), misses_(misses), rank_(rank), ranks_(ranks) {
-    starts_ = at_once && launch.rooms[0].width == 16;
-    if (starts_) load_early(launch.rooms[0], w, share_steps(launch.rooms[0], misses, rank, ranks), &early_);
+      : launch_(launch), w_(w), misses_(misses), rank_(rank), ranks_(ranks), room_(at_once ? kStagedSteps : 0) {
+    each_room([&](const Rooms& rooms, const Steps& steps, uint32_t first, uint32_t count) {
+      KVIO_ROLLED for (uint32_t k = 0; k < count; ++k) {
+        const uint32_t number = steps.group + k * steps.groups;
+        if (number >= steps.all) break;
+        const Step step = step_of<16>(rooms, steps, w_, number);
+        if (step.at < rooms.cut.packages) begin_copy_to_shared(stage(first + k), step.from + uint64_t{step.at} * 16);
+      }
+    });
   }
 
   __device__ __forceinline__ void finish() const {
-    if (starts_) store_early(launch_.rooms[0], w_, share_steps(launch_.rooms[0], misses_, rank_, ranks_), early_);
-    for (int32_t r = 0; r < launch_.num_rooms; ++r) {
-      const Rooms& rooms = launch_.rooms[r];
-      Steps steps = share_steps(rooms, misses_, rank_, ranks_);
-      const bool is_started = r == 0 && starts_;
-      // Few rows of two kinds are under way at once.
-      if (r % 2 == 1) steps.group = steps.groups - 1 - steps.group;
-      copy_misses_of_room(rooms, w_, steps, is_started);
-    }
+    await_copies_to_shared();
+    each_room([&](const Rooms& rooms, const Steps& steps, uint32_t first, uint32_t count) {
+      KVIO_ROLLED for (uint32_t k = 0; k < count; ++k) {
+        const uint32_t number = steps.group + k * steps.groups;
+        if (number >= steps.all) break;
+        const Step step = step_of<16>(rooms, steps, w_, number);
+        store_step<16>(rooms, step, w_.miss_dst[step.miss], *stage(first + k));
+      }
+      if (count * steps.groups < steps.all) copy_misses_of_room(rooms, w_, steps, count);
+    });
   }
 
  private:
+  // A thread's own room for a package.
+  __device__ __forceinline__ uint4* stage(uint32_t number) const {
+    return reinterpret_cast<uint4*>(w_.keys) + number * kResolveThreads + threadIdx.x;
+  }
+
+  // Tells of every geometry how many of each group's steps are staged, and from which room on.
+  template <class Do>
+  __device__ __forceinline__ void each_room(const Do& handle) const {
+    uint32_t first = 0;
+    KVIO_ROLLED for (int32_t r = 0; r < launch_.num_rooms; ++r) {
+      const Rooms& rooms = launch_.rooms[r];
+      Steps steps = share_steps(rooms, misses_, rank_, ranks_);
+      // Few rows of two kinds are under way at once.
+      if (r % 2 == 1) steps.group = steps.groups - 1 - steps.group;
+      uint32_t count = 0;
+      if (rooms.width == 16) {
+        while (first + count < room_ && count * steps.groups < steps.all) ++count;
+      }
+      handle(rooms, steps, first, count);
+      first += count;
+    }
+  }
+
   const ResolveLaunch& launch_;
   const Workspace& w_;
   uint32_t misses_;
   uint32_t rank_;
   uint32_t ranks_;
-  bool starts_;
-  EarlyStep early_;
+  uint32_t room_;
 };
 #else
 class MissCopy {
@@ -465,7 +476,7 @@ __global__ void __launch_bounds__(kResolveThreads, 1) swap_in_kernel(const __gri
   __syncthreads();
   const bool copies = found.misses > 0 && launch.num_rooms > 0;
   const bool waits = found.misses > launch.free_misses;
-  MissCopy copy(launch, w, static_cast<uint32_t>(found.misses), rank, kRanks, copies && !waits);
+  MissCopy copy(launch, w, static_cast<uint32_t>(found.misses), rank, kRanks, kShared && copies && !waits);
   if (found.resolves) finish_row<kRanks>(launch.p, w, t, found, job, first, &env);
   pass_on_fault(launch, job, env);
   if (!copies) return;
@@ -598,6 +609,7 @@ Rooms make_rooms(const BufferGroup& group, size_t first, const MissCopyPlan& pla
   rooms.cut.skew_by_dst = false;
   rooms.steps = FastDivide(static_cast<uint32_t>(plan.steps));
   rooms.width = static_cast<uint32_t>(plan.package_bytes);
+  while (plan.split.lanes_per_unit >> rooms.lane_bits > 1) ++rooms.lane_bits;
   const size_t count = std::min<size_t>(kMaxSwapInBuffers, group.dst_base.size() - first);
   for (size_t b = 0; b < count; ++b) {
     rooms.dst_base[b] = group.dst_base[first + b];
@@ -685,7 +697,8 @@ ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int
   const int64_t most = shared_memory_limit("swap_in", device) - kStaticBytes;
   ResolvePlan plan;
   plan.most_shared = most;
-  plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kResolveThreads, most);
+  plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kResolveThreads, most,
+                                  int64_t{kStagedSteps} * kResolveThreads * 16);
   const bool is_shared = plan.layout.bytes <= most;
   if (!is_shared) plan.scratch_bytes = plan.layout.bytes;
   plan.ctas = is_shared ? cluster_ctas : 1;

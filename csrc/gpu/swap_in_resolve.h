@@ -80,7 +80,7 @@ struct WorkspaceLayout {
 
 // A CTA's memory, shared or not.
 struct Workspace {
-  int32_t* keys;    // [hash] token, kNoToken for none
+  int32_t* keys;    // [hash] token, kNoToken for none; of no use after list_misses
   int32_t* values;  // [hash] its device location, -1 for none that may be given out; pending_of an entry until known
   // Of a thread's own entries and places, in whole rounds of all threads.
   PerEntry<int32_t>* home;  // where in the table the token of an entry is, kNotInTable
@@ -107,8 +107,10 @@ constexpr uint8_t kNoHostLoc = 2;  // it should be, but from no location of the 
 constexpr uint8_t kWaits = 3;      // another entry asks for the same token
 
 // The workspace of a CTA of `threads`. The table is eight times as large as the selection where that is no more than
-// `most_bytes` in all, else four or two times: shorter searches or, at least, a table that fits.
-inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64_t threads, int64_t most_bytes) {
+// `most_bytes` in all, else four or two times: shorter searches or, at least, a table that fits. Where its keys were
+// there is room for `staged_bytes`.
+inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64_t threads, int64_t most_bytes,
+                                         int64_t staged_bytes) {
   WorkspaceLayout layout{};
   const auto rounds_of = [threads](int64_t count, int64_t at_once) {
     return static_cast<int32_t>((count + threads * at_once - 1) / (threads * at_once));
@@ -128,7 +130,7 @@ inline WorkspaceLayout lay_out_workspace(int64_t top_k, int64_t hot_slots, int64
       end += static_cast<int32_t>((bytes + 15) / 16 * 16);
       return at;
     };
-    layout.keys = take(4 * hash);
+    layout.keys = take(4 * hash > staged_bytes ? 4 * hash : staged_bytes);
     layout.values = take(4 * hash);
     layout.home = take(4 * entries);
     layout.kinds = take(entries);

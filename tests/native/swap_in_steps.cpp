@@ -141,7 +141,7 @@ void bind_swap_in_steps(py::module_& m) {
         p.max_len = max_len;
         p.top_k = top_k;
         p.hot_slots = hot_slots;
-        p.layout = gpu::lay_out_workspace(top_k, hot_slots, threads, most_bytes);
+        p.layout = gpu::lay_out_workspace(top_k, hot_slots, threads, most_bytes, 0);
         gpu::find_packs(&p);
         std::vector<char> memory(static_cast<size_t>(p.layout.bytes) + 16, static_cast<char>(0x5a));
         char* base = memory.data() + (16 - reinterpret_cast<uint64_t>(memory.data()) % 16) % 16;
