@@ -195,7 +195,7 @@ __device__ __forceinline__ void finish_row(const ResolveParams& p, const Workspa
                                            const Found& found, const Job& job, const First& first, DeviceEnv* env) {
   const int32_t mine = count_hits(*env, p, w, job, t, first);
   // From here on the first CTA writes what the others have read.
-  if (kRanks > 1) cluster_arrive();
+  if (kRanks > 1) cluster_arrive_after_loads();
   const Sums hits = sum_of_threads(mine);
   const Use use = use_of(p, hits.all, found.misses);
   place(p, w, t, hits.before, use);
@@ -387,7 +387,7 @@ class MissCopy {
       if (rooms.width == 16) {
         while (first + count < room_ && count * steps.groups < steps.all) ++count;
       }
-      handle(rooms, steps, first, count);
+      if (steps.group < steps.all) handle(rooms, steps, first, count);
       first += count;
     }
   }
