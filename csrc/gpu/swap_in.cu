@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kResolveThreads = 1024;
 constexpr int kPlannedThreads = 512;
-constexpr uint32_t kStagedSteps = kPolicy.wave_copy ? 0 : 4;  // of a thread, loaded before it is known where they go
+constexpr uint32_t kStagedSteps = kPolicy.wave_copy ? 0 : 1;  // of a thread, loaded before it is known where they go
 constexpr int64_t kMaxRequestsAtOnce = 2048;                  // of which a CTA keeps the sums of misses
 constexpr int64_t kMaxUnits = int64_t{1} << 26;               // of one buffer that are numbered together: 2^30 of all
 
