@@ -4,7 +4,8 @@
 //
 // What shaped it (H200, PCIe gen5 x16):
 // * This stands between the indexer and attention, so latency counts: a launch (1.8 us), loads of the request, of its
-//   state, of host locations of misses, a row from the host (1.3 us), and 15,500 cycles of one SM in between.
+//   state, of host locations of misses, a row from the host (2 us where it lies anywhere in 1 GiB), and 10,000 cycles
+//   of one SM before that can begin. Giving out slots takes 3,500 more, while the first rows are on their way.
 // * One CTA reads from the host at 44 GB/s at most, two reach the link, 40 at once get less of it than 16.
 // * Rows of many requests at once would be spread over the whole host pool, where address translation holds reads to a
 //   third of the link. So requests take turns at copying.
@@ -24,9 +25,9 @@ namespace {
 
 constexpr int kResolveThreads = 1024;
 constexpr int kPlannedThreads = 512;
-constexpr uint32_t kStagedSteps = kPolicy.wave_copy ? 0 : 1;  // of a thread, loaded before it is known where they go
-constexpr int64_t kMaxRequestsAtOnce = 2048;                  // of which a CTA keeps the sums of misses
-constexpr int64_t kMaxUnits = int64_t{1} << 26;               // of one buffer that are numbered together: 2^30 of all
+constexpr int64_t kStagedBytes = kPolicy.wave_copy ? 0 : 16 * kMaxFusedGroups;  // of a thread, before slots are given
+constexpr int64_t kMaxRequestsAtOnce = 2048;     // of which a CTA keeps the sums of misses
+constexpr int64_t kMaxUnits = int64_t{1} << 26;  // of one buffer that are numbered together: 2^30 of all
 
 // Where rows go and come from: one geometry, up to kMaxSwapInBuffers buffers.
 struct Rooms {
@@ -277,12 +278,12 @@ __device__ __forceinline__ void store_step(const Rooms& rooms, const Step& step,
   }
 }
 
-// Moves steps from number `begin` on, kLoads of them at a time.
+// Moves a group's steps from steps.group on, kLoads of them at a time.
 template <int kWidth, int kLoads>
-__device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& w, const Steps& steps, uint32_t begin) {
+__device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& w, const Steps& steps) {
   using Package = typename PackageOf<kWidth>::type;
   const UnitCut& cut = rooms.cut;
-  for (; begin < steps.all; begin += steps.groups * kLoads) {
+  for (uint32_t begin = steps.group; begin < steps.all; begin += steps.groups * kLoads) {
     Package held[kLoads] = {};
     const char* from[kLoads] = {};
     char* to[kLoads] = {};
@@ -314,81 +315,71 @@ __device__ __forceinline__ void copy_steps(const Rooms& rooms, const Workspace& 
   }
 }
 
-// Moves the steps that follow the first `done` ones of every group.
-__device__ __forceinline__ void copy_misses_of_room(const Rooms& rooms, const Workspace& w, const Steps& steps,
-                                                    uint32_t done) {
-  const uint32_t begin = steps.group + done * steps.groups;
-  switch (rooms.width) {
-    case 16:
-      copy_steps<16, 4>(rooms, w, steps, begin);
-      break;
-    case 8:
-      copy_steps<8, 4>(rooms, w, steps, begin);
-      break;
-    case 4:
-      copy_steps<4, 4>(rooms, w, steps, begin);
-      break;
-    case 2:
-      copy_steps<2, 4>(rooms, w, steps, begin);
-      break;
-    default:
-      copy_steps<1, 4>(rooms, w, steps, begin);
-      break;
-  }
-}
-
-// The copying of a request's misses, in two parts: loading what there is room for where the table's keys were, which
-// can be done before slots are given out, and all the rest.
+// The copying of a request's misses. A step of every group is loaded into shared memory, where the table's keys were,
+// before slots are given out.
 class MissCopy {
  public:
-  // `at_once`: the first part is done, without waiting for a turn.
+  // `stages`: there is such memory, and the request need not wait for its turn.
   __device__ __forceinline__ MissCopy(const ResolveLaunch& launch, const Workspace& w, uint32_t misses, uint32_t rank,
-                                      uint32_t ranks, bool at_once)
-      : launch_(launch), w_(w), misses_(misses), rank_(rank), ranks_(ranks), room_(at_once ? kStagedSteps : 0) {
-    each_room([&](const Rooms& rooms, const Steps& steps, uint32_t first, uint32_t count) {
-      KVIO_ROLLED for (uint32_t k = 0; k < count; ++k) {
-        const uint32_t number = steps.group + k * steps.groups;
-        if (number >= steps.all) break;
-        const Step step = step_of<16>(rooms, steps, w_, number);
-        if (step.at < rooms.cut.packages) begin_copy_to_shared(stage(first + k), step.from + uint64_t{step.at} * 16);
-      }
-    });
+                                      uint32_t ranks, bool stages)
+      : launch_(launch), w_(w), misses_(misses), rank_(rank), ranks_(ranks), stages_(stages) {
+    KVIO_ROLLED for (int32_t r = 0; r < launch_.num_rooms; ++r) {
+      const Rooms& rooms = launch_.rooms[r];
+      const Steps steps = steps_of(r);
+      if (!is_staged(rooms) || steps.group >= steps.all) continue;
+      const Step step = step_of<16>(rooms, steps, w_, steps.group);
+      if (step.at < rooms.cut.packages) begin_copy_to_shared(stage(r), step.from + uint64_t{step.at} * 16);
+    }
   }
 
   __device__ __forceinline__ void finish() const {
-    await_copies_to_shared();
-    each_room([&](const Rooms& rooms, const Steps& steps, uint32_t first, uint32_t count) {
-      KVIO_ROLLED for (uint32_t k = 0; k < count; ++k) {
-        const uint32_t number = steps.group + k * steps.groups;
-        if (number >= steps.all) break;
-        const Step step = step_of<16>(rooms, steps, w_, number);
-        store_step<16>(rooms, step, w_.miss_dst[step.miss], *stage(first + k));
+    if (stages_) await_copies_to_shared();
+    KVIO_ROLLED for (int32_t r = 0; r < launch_.num_rooms; ++r) {
+      const Rooms& rooms = launch_.rooms[r];
+      Steps steps = steps_of(r);
+      if (steps.group >= steps.all) continue;
+      if (is_staged(rooms)) {
+        const Step step = step_of<16>(rooms, steps, w_, steps.group);
+        store_step<16>(rooms, step, w_.miss_dst[step.miss], *stage(r));
+        steps.group += steps.groups;
       }
-      if (count * steps.groups < steps.all) copy_misses_of_room(rooms, w_, steps, count);
-    });
+      if (steps.group < steps.all) copy_rest(rooms, steps);
+    }
   }
 
  private:
-  // A thread's own room for a package.
-  __device__ __forceinline__ uint4* stage(uint32_t number) const {
-    return reinterpret_cast<uint4*>(w_.keys) + number * kResolveThreads + threadIdx.x;
+  __device__ __forceinline__ Steps steps_of(int32_t r) const {
+    Steps steps = share_steps(launch_.rooms[r], misses_, rank_, ranks_);
+    // Few rows of two kinds are under way at once.
+    if (r % 2 == 1) steps.group = steps.groups - 1 - steps.group;
+    return steps;
   }
 
-  // Tells of every geometry how many of each group's steps are staged, and from which room on.
-  template <class Do>
-  __device__ __forceinline__ void each_room(const Do& handle) const {
-    uint32_t first = 0;
-    KVIO_ROLLED for (int32_t r = 0; r < launch_.num_rooms; ++r) {
-      const Rooms& rooms = launch_.rooms[r];
-      Steps steps = share_steps(rooms, misses_, rank_, ranks_);
-      // Few rows of two kinds are under way at once.
-      if (r % 2 == 1) steps.group = steps.groups - 1 - steps.group;
-      uint32_t count = 0;
-      if (rooms.width == 16) {
-        while (first + count < room_ && count * steps.groups < steps.all) ++count;
-      }
-      if (steps.group < steps.all) handle(rooms, steps, first, count);
-      first += count;
+  __device__ __forceinline__ bool is_staged(const Rooms& rooms) const { return stages_ && rooms.width == 16; }
+
+  // A thread's own room for a package of geometry r.
+  __device__ __forceinline__ uint4* stage(int32_t r) const {
+    return reinterpret_cast<uint4*>(w_.keys) + r * kResolveThreads + threadIdx.x;
+  }
+
+  // Moves the steps from steps.group on.
+  __device__ __forceinline__ void copy_rest(const Rooms& rooms, const Steps& steps) const {
+    switch (rooms.width) {
+      case 16:
+        copy_steps<16, 4>(rooms, w_, steps);
+        break;
+      case 8:
+        copy_steps<8, 4>(rooms, w_, steps);
+        break;
+      case 4:
+        copy_steps<4, 4>(rooms, w_, steps);
+        break;
+      case 2:
+        copy_steps<2, 4>(rooms, w_, steps);
+        break;
+      default:
+        copy_steps<1, 4>(rooms, w_, steps);
+        break;
     }
   }
 
@@ -397,7 +388,7 @@ class MissCopy {
   uint32_t misses_;
   uint32_t rank_;
   uint32_t ranks_;
-  uint32_t room_;
+  bool stages_;
 };
 #else
 class MissCopy {
@@ -697,8 +688,8 @@ ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int
   const int64_t most = shared_memory_limit("swap_in", device) - kStaticBytes;
   ResolvePlan plan;
   plan.most_shared = most;
-  plan.layout = lay_out_workspace(request.top_k, request.hot_buffer_size, kResolveThreads, most,
-                                  int64_t{kStagedSteps} * kResolveThreads * 16);
+  plan.layout =
+      lay_out_workspace(request.top_k, request.hot_buffer_size, kResolveThreads, most, kStagedBytes * kResolveThreads);
   const bool is_shared = plan.layout.bytes <= most;
   if (!is_shared) plan.scratch_bytes = plan.layout.bytes;
   plan.ctas = is_shared ? cluster_ctas : 1;
