@@ -164,10 +164,6 @@ __device__ __forceinline__ uint32_t shuffle(uint32_t value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, static_cast<int>(lane));
 }
 
-// A bit for each lane.
-__device__ __forceinline__ uint32_t ballot(bool vote) { return __ballot_sync(0xffffffffu, vote); }
-__device__ __forceinline__ int32_t ones(uint32_t votes) { return __popc(votes); }
-
 __device__ __forceinline__ bool all_lanes(bool vote) { return __all_sync(0xffffffffu, vote); }
 
 __device__ __forceinline__ void sync_wave() { __syncwarp(); }

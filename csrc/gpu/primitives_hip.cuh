@@ -163,8 +163,6 @@ __device__ __forceinline__ T shuffle_up(T value, uint32_t step) {
 __device__ __forceinline__ uint32_t shuffle(uint32_t value, uint32_t lane) { return shuffle_word(value, lane); }
 
 // A ballot has the bits of lanes that are active, which all of them are.
-__device__ __forceinline__ uint64_t ballot(bool vote) { return __builtin_amdgcn_ballot_w64(vote); }
-__device__ __forceinline__ int32_t ones(uint64_t votes) { return __builtin_popcountll(votes); }
 __device__ __forceinline__ bool all_lanes(bool vote) {
   return __builtin_amdgcn_ballot_w64(vote) == __builtin_amdgcn_ballot_w64(true);
 }
@@ -174,6 +172,7 @@ __device__ __forceinline__ void sync_wave() { __builtin_amdgcn_wave_barrier(); }
 
 // There are no clusters, and a kernel begins when the one before has ended.
 __device__ __forceinline__ void cluster_arrive() {}
+__device__ __forceinline__ void cluster_arrive_after_loads() {}
 __device__ __forceinline__ void cluster_wait() {}
 __device__ __forceinline__ void pause() { __builtin_amdgcn_s_sleep(8); }
 __device__ __forceinline__ void allow_next_launch() {}
