@@ -13,8 +13,8 @@ from swap_in_cases import UNWRITTEN, World, random_spec, random_specs
 
 SLEEP_CYCLES = 400_000_000  # some 0.2 s
 
-# The long run of 10,000 steps: KVIO_SWAP_IN_STEPS=10000. For a checker that takes a second for a step traces are cut
-# short: KVIO_SWAP_IN_TRACE=3.
+# The long run of 10,000 steps: KVIO_SWAP_IN_STEPS=10000. For a checker that takes a second for a
+# step traces are cut short: KVIO_SWAP_IN_TRACE=3.
 STEPS = int(os.environ.get("KVIO_SWAP_IN_STEPS", "1800"))
 TRACE = int(os.environ.get("KVIO_SWAP_IN_TRACE", "30"))
 
@@ -93,8 +93,8 @@ def test_a_graph_of_the_largest_batch_replays_with_fewer_real_requests(num_real)
 def call_of(hot, top_k, row_bytes, batch, *, misses, seed=0, buffers=1, aligned=False):
     """Long requests of engines' sizes; `misses` selected tokens of each are not resident.
 
-    `aligned`: every row of the state begins at a multiple of 16 bytes, and every eighth entry of the
-    selection is empty or another one's token; else rows are as long as they have to be.
+    `aligned`: every row of the state begins at a multiple of 16 bytes, and every eighth entry of
+    the selection is empty or another one's token; else rows are as long as they have to be.
     """
     columns = -(-(hot + 1) // 8) * 8 if aligned else hot + 1
     generator = torch.Generator().manual_seed(seed)
