@@ -102,11 +102,11 @@ torch::stable::Tensor make_plan(SwapInRequest* request, int device) {
   return memory;
 }
 
-void replay(const CopyPlannedRequest& request, bool follows_resolve, FaultRecord* fault, Stream stream) {
+void replay(const CopyPlannedRequest& request, bool early, FaultRecord* fault, Stream stream) {
   for (const BufferGroup& group : request.pools.groups) {
     if (group.dst.row_bytes() == 0) continue;
-    launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), follows_resolve, fault, stream);
-    follows_resolve = false;
+    launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), early, fault, stream);
+    early = false;
   }
 }
 
@@ -138,9 +138,10 @@ void swap_in(SwapInRequest* request) {
 
   // Allocating spoils the graph that another thread captures, unless this thread says that it knows better.
   const RelaxedCapture relaxed;
-  const bool has_clusters = gpu_facts(op, device, nullptr, false).compute_major >= 9;
-  const int64_t ctas = cluster_ctas_for(request->batch, sm_count(op, device), has_clusters);
-  const ResolvePlan resolve = plan_resolve(*request, ctas, device);
+  // Clusters, and launches that begin early.
+  const bool is_hopper = gpu_facts(op, device, nullptr, false).compute_major >= 9;
+  const int64_t ctas = cluster_ctas_for(request->batch, sm_count(op, device), is_hopper);
+  const ResolvePlan resolve = plan_resolve(*request, ctas, is_hopper, device);
   std::optional<torch::stable::Tensor> tables;
   if (resolve.scratch_bytes > 0) tables = device_bytes(resolve.scratch_bytes * request->batch, device);
   char* scratch = tables ? static_cast<char*>(tables->data_ptr()) : nullptr;
@@ -149,7 +150,7 @@ void swap_in(SwapInRequest* request) {
   std::optional<torch::stable::Tensor> plan;
   if (replays && !request->plan) plan = make_plan(request, device);
   launch_resolve(*request, resolve, scratch, copy, fault, device, stream);
-  if (replays) replay(replay_of(*request), true, fault, stream);
+  if (replays) replay(replay_of(*request), is_hopper, fault, stream);
 }
 
 void copy_planned(CopyPlannedRequest* request) {

@@ -149,11 +149,12 @@ __device__ __forceinline__ Found find_row(const ResolveLaunch& launch, const Wor
                                           int32_t batch_row, bool records, DeviceEnv* env, Job* job, First* first) {
   const ResolveParams& p = launch.p;
   const uint32_t row = static_cast<uint32_t>(batch_row);
+  clear(p, w, t);
+  await_previous_launch();
   const EntryWords request_words = load_entry(p.req_pool_indices, row);
   const EntryWords length_words = load_entry(p.seq_lens, row);
   const int32_t real = p.num_real_reqs != nullptr ? *p.num_real_reqs : batch_row + 1;
   begin(p, batch_row, t, first);
-  clear(p, w, t);
   // What is loaded is not looked at before.
   __syncthreads();
   const uint32_t request = request_words.low;
@@ -683,7 +684,7 @@ const void* kernel_for(int64_t ctas, bool is_shared) {
 
 }  // namespace
 
-ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int device) {
+ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, bool early, int device) {
   constexpr int64_t kStaticBytes = 2048;  // what the kernel has besides its workspace, and the system's share
   const int64_t most = shared_memory_limit("swap_in", device) - kStaticBytes;
   ResolvePlan plan;
@@ -693,6 +694,7 @@ ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int
   const bool is_shared = plan.layout.bytes <= most;
   if (!is_shared) plan.scratch_bytes = plan.layout.bytes;
   plan.ctas = is_shared ? cluster_ctas : 1;
+  plan.early = is_shared && early;
   plan.kernel = kernel_for(plan.ctas, is_shared);
   return plan;
 }
@@ -716,11 +718,13 @@ void launch_resolve(const SwapInRequest& request, const ResolvePlan& plan, char*
   shape.threads = kResolveThreads;
   shape.shared_bytes = scratch == nullptr ? static_cast<size_t>(plan.layout.bytes) : 0;
   shape.cluster = static_cast<unsigned>(plan.ctas);
+  // Until it has waited it touches nothing but its shared memory.
+  shape.early = plan.early;
   check("swap_in", "launching the swap-in kernel", launch_kernel(plan.kernel, shape, arguments, stream));
 }
 
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
-                         bool follows_resolve, FaultRecord* fault, Stream stream) {
+                         bool early, FaultRecord* fault, Stream stream) {
   PlannedLaunch launch{};
   launch.miss_src = short_rows(request.plan.miss_src);
   launch.miss_dst = short_rows(request.plan.miss_dst);
@@ -741,7 +745,7 @@ void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& g
     LaunchShape shape;
     shape.blocks = static_cast<unsigned>(blocks);
     shape.threads = kPlannedThreads;
-    shape.early = follows_resolve && first == 0;
+    shape.early = early && first == 0;
     check("copy_planned", "launching the copy kernel",
           launch_kernel(reinterpret_cast<const void*>(planned_kernel_of(plan)), shape, arguments, stream));
   }

@@ -29,15 +29,17 @@ struct ResolvePlan {
   WorkspaceLayout layout{};
   int64_t scratch_bytes = 0;  // of device memory, for each row of the batch; 0: workspaces are in shared memory
   int64_t most_shared = 0;
+  bool early = false;  // begins, as far as it can, before what is ahead in the stream has ended
 };
-ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, int device);
+ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, bool early, int device);
 
 // Resolves every row of the batch.
 void launch_resolve(const SwapInRequest& request, const ResolvePlan& plan, char* scratch, const FusedCopy& copy,
                     FaultRecord* fault, int device, Stream stream);
 
-// Moves the misses of a plan that is in device memory. `follows_resolve`: launch_resolve is what the stream did last.
+// Moves the misses of a plan that is in device memory. `early`: launch_resolve is what the stream did last,
+// and this may begin before that has ended.
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
-                         bool follows_resolve, FaultRecord* fault, Stream stream);
+                         bool early, FaultRecord* fault, Stream stream);
 
 }  // namespace kvio::gpu

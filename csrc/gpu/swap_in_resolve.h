@@ -2,7 +2,7 @@
 // reads nothing that another thread writes in it, except through Env, so the outcome depends on no order of threads:
 // tests/native runs the same source with its threads in any order.
 //
-// Steps: begin, clear -> | fetch, insert -> | settle if *w.repeated | -> mark -> | find_misses, sum -> | list_misses ->
+// Steps: clear, begin -> | fetch, insert -> | settle if *w.repeated | -> mark -> | find_misses, sum -> | list_misses ->
 // | and then, while rows that are missing can be on their way, count_hits, sum -> | place -> | assign -> | tell -> |
 // repeat if *w.repeated, with a barrier at every bar, and in the sums over all threads. `Env` has the atomic operations
 // and takes faults; compiled for a GPU or a CPU.
