@@ -106,9 +106,11 @@ void replay(const CopyPlannedRequest& request, bool early, FaultRecord* fault, S
   for (const BufferGroup& group : request.pools.groups) {
     if (group.dst.row_bytes() == 0) continue;
     launch_copy_planned(request, group, make_planned_copy_plan(group, kPolicy), early, fault, stream);
-    early = false;
   }
 }
+
+// Whether the GPU has launches that begin early, and clusters.
+bool starts_early(const char* op, int device) { return gpu_facts(op, device, nullptr, false).compute_major >= 9; }
 
 CopyPlannedRequest replay_of(const SwapInRequest& request) {
   CopyPlannedRequest copy;
@@ -138,10 +140,9 @@ void swap_in(SwapInRequest* request) {
 
   // Allocating spoils the graph that another thread captures, unless this thread says that it knows better.
   const RelaxedCapture relaxed;
-  // Clusters, and launches that begin early.
-  const bool is_hopper = gpu_facts(op, device, nullptr, false).compute_major >= 9;
-  const int64_t ctas = cluster_ctas_for(request->batch, sm_count(op, device), is_hopper);
-  const ResolvePlan resolve = plan_resolve(*request, ctas, is_hopper, device);
+  const bool is_early = starts_early(op, device);
+  const int64_t ctas = cluster_ctas_for(request->batch, sm_count(op, device), is_early);
+  const ResolvePlan resolve = plan_resolve(*request, ctas, is_early, device);
   std::optional<torch::stable::Tensor> tables;
   if (resolve.scratch_bytes > 0) tables = device_bytes(resolve.scratch_bytes * request->batch, device);
   char* scratch = tables ? static_cast<char*>(tables->data_ptr()) : nullptr;
@@ -150,7 +151,7 @@ void swap_in(SwapInRequest* request) {
   std::optional<torch::stable::Tensor> plan;
   if (replays && !request->plan) plan = make_plan(request, device);
   launch_resolve(*request, resolve, scratch, copy, fault, device, stream);
-  if (replays) replay(replay_of(*request), is_hopper, fault, stream);
+  if (replays) replay(replay_of(*request), is_early, fault, stream);
 }
 
 void copy_planned(CopyPlannedRequest* request) {
@@ -162,7 +163,7 @@ void copy_planned(CopyPlannedRequest* request) {
   check_plan_strides(op, request->plan);
   check_pieces(op, request->pools, request->max_misses);
   translate_pools(op, &request->pools);
-  replay(*request, false, fault_record(op, device), current_stream(op, device));
+  replay(*request, starts_early(op, device), fault_record(op, device), current_stream(op, device));
 }
 
 }  // namespace kvio::gpu

@@ -541,6 +541,7 @@ __global__ void __launch_bounds__(kPlannedThreads, 1)
   const Rooms& rooms = launch.rooms;
   const uint32_t warps = gridDim.x * (kPlannedThreads / kWave);
   const uint32_t warp = blockIdx.x * (kPlannedThreads / kWave) + threadIdx.x / kWave;
+  allow_next_launch();
   await_previous_launch();
   const int32_t real =
       launch.num_real_reqs != nullptr ? max(0, min(*launch.num_real_reqs, launch.batch)) : launch.batch;
@@ -745,7 +746,7 @@ void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& g
     LaunchShape shape;
     shape.blocks = static_cast<unsigned>(blocks);
     shape.threads = kPlannedThreads;
-    shape.early = early && first == 0;
+    shape.early = early;
     check("copy_planned", "launching the copy kernel",
           launch_kernel(reinterpret_cast<const void*>(planned_kernel_of(plan)), shape, arguments, stream));
   }

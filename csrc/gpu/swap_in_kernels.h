@@ -37,8 +37,8 @@ ResolvePlan plan_resolve(const SwapInRequest& request, int64_t cluster_ctas, boo
 void launch_resolve(const SwapInRequest& request, const ResolvePlan& plan, char* scratch, const FusedCopy& copy,
                     FaultRecord* fault, int device, Stream stream);
 
-// Moves the misses of a plan that is in device memory. `early`: launch_resolve is what the stream did last,
-// and this may begin before that has ended.
+// Moves the misses of a plan that is in device memory. `early`: its launches begin, as far as they can, before what is
+// ahead of each has ended.
 void launch_copy_planned(const CopyPlannedRequest& request, const BufferGroup& group, const MissCopyPlan& plan,
                          bool early, FaultRecord* fault, Stream stream);
 
