@@ -407,7 +407,9 @@ def pool():
         pytest.param("package", marks=needs_toolkit),
     ],
 )
-def test_a_page_locked_pool_behind_a_handle_is_never_copied(pool, form, tmp_path):
+def test_a_page_locked_pool_behind_a_handle_is_never_copied(pool, form, tmp_path, request):
+    if form == "package":
+        request.getfixturevalue("loads_packages")
     address = pool.tensors[0].data_ptr()
     check_no_copy(pool, form, tmp_path, "cuda")
     assert pool.tensors[0].data_ptr() == address
