@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 import torch._dynamo
+from reader_op import read_layer, reads
 from torch._dynamo.backends.common import aot_autograd
 
 import cases
@@ -153,21 +154,6 @@ def test_no_pool_and_no_flag_is_cloned_for_a_wait():
         assert sorted(shapes) == sorted([(HEADS, DIM), (ROWS,)])
     written = [node for node in graph.nodes if node.target == torch.ops.aten.copy_.default]
     assert all(node.args[0].meta["val"].shape == slots.shape for node in written)
-
-
-reads = []  # one entry a run of read_layer's kernel
-
-
-# An op that no compiler can look into, as an engine's attention is.
-@torch.library.custom_op("kvio_test::read_layer", mutates_args=())
-def read_layer(query: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    reads.append(rows.shape)
-    return query + rows.sum(0)
-
-
-@read_layer.register_fake
-def _(query, rows):
-    return torch.empty_like(query)
 
 
 def forward_by_op(k, hidden, flags, epoch):
