@@ -34,7 +34,7 @@ name=$("$python" -c '
 import platform, re, torch
 gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no gpu"
 text = f"{gpu}-py{platform.python_version()}-torch{torch.__version__}"
-print(re.sub(r"[^a-z0-9.+]+", "-", text.lower()))')
+print(re.sub(r"[^a-z0-9.]+", "-", text.lower()))')
 "$python" "$tree/tools/wheel_cell.py" --tests "$place/tests/gpu" --within "$place/site" --wheel "${wheel##*/}" \
     --out "$out/wheel-$name.json" -- "$@" 2>&1 | tee "$out/wheel-$name.log"
 echo "wrote $out/wheel-$name.json"
