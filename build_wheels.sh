@@ -52,6 +52,7 @@ write_table() {
     shopt -s nullglob
     "$tools" tools/wheels.py matrix "$work" "$table" bench/results/wheel-*.json
     shopt -u nullglob
+    "$tools" tools/ops_doc.py --seen # its last section is made of the table
     say "wrote ${table#"$PWD/"}"
 }
 
