@@ -183,8 +183,16 @@ def test_the_last_section_alone_can_be_written_anew():
     assert tool.with_new_seen_section(old, tool.MATRIX.read_text()) == old
     new = tool.with_new_seen_section(old, matrix_with(RUN))
     assert new.partition(tool.SEEN)[0] == old.partition(tool.SEEN)[0]
-    assert "| cpu | 3.12.1 | 2.14.1 | some GPU | 2.35 | 5 passed |\n" in new
+    assert "| cpu | 3.12.1 | 2.14.1 | some GPU | 2.35 | 5 passed | `gpu`, every case |\n" in new
     assert "No run of the tests" not in new
+
+
+def test_what_failed_and_what_was_left_out_stand_in_the_last_section():
+    text = tool.MATRIX.read_text().replace("# Wheel matrix\n", "# Wheel matrix\n\n**It failed.**\n")
+    text = text.replace("## Left out\n", "## Left out\n\n* Python 9\n")
+    seen = tool.seen_section(text).splitlines()
+    assert "> **It failed.**" in seen
+    assert "* Python 9" in seen[seen.index("Left out of that run:") :]
 
 
 def test_a_wheel_is_seen_with_what_it_asks_for_and_holds():

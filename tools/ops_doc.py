@@ -611,6 +611,14 @@ def rows_under(text: str, heading: str) -> list[list[str]]:
     return [row for row in cells if set("".join(row)) != {"-"}]
 
 
+def prose_under(text: str, heading: str) -> list[str]:
+    """The lines between a heading and the next one."""
+    _, found, below = text.partition(f"{heading}\n")
+    if not found:
+        raise ValueError(f"{MATRIX.name} has no heading '{heading}'")
+    return re.split(r"^#", below, maxsplit=1, flags=re.MULTILINE)[0].strip().splitlines()
+
+
 def wheel_rows(matrix: str) -> list[list[str]]:
     head, *rows = rows_under(matrix, "## Wheels")
     by_name = {name: cells for name, *cells in rows}
@@ -623,21 +631,24 @@ def seen_section(matrix: str) -> str:
     head = ["wheel", "asks for", "machine code", "PTX", "compiler of kernels"]
     head += ["newest glibc it asks for", "policy"]
     tested, *runs = rows_under(matrix, "## Installed and tested")
-    columns = [tested.index(name) for name in ("wheel", "Python", "torch", "GPU", "glibc", "tests")]
+    names = ["wheel", "Python", "torch", "GPU", "glibc", "tests", "which"]
+    columns = [tested.index(name) for name in names]
     lines = [
         SEEN,
         "",
-        "From [wheel-matrix.md](wheel-matrix.md), which `build_wheels.sh` writes: how, what was"
-        " left out, and every kernel's machine code stand there. What is meant to work beyond it:"
-        " [README](../README.md#support).",
+        "From [wheel-matrix.md](wheel-matrix.md), which has every kernel's machine code too. What"
+        " is meant to work beyond it: [README](../README.md#support). The file says of itself:",
+        "",
+        *(f"> {line}".rstrip() for line in prose_under(matrix, "# Wheel matrix")),
         "",
         *table(head, wheel_rows(matrix)),
         "",
     ]
     if runs:
-        lines += table([tested[i] for i in columns], [[run[i] for i in columns] for run in runs])
+        lines += table(names, [[run[i] for i in columns] for run in runs])
     else:
         lines.append("No run of the tests with these files is recorded there.")
+    lines += ["", "Left out of that run:", "", *prose_under(matrix, "## Left out")]
     return "\n".join(lines) + "\n"
 
 
