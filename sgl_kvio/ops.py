@@ -194,7 +194,10 @@ def explain_staged(
     index_unit: str = "token",
     num_blocks: int = 0,
 ) -> str:
-    """What :func:`transfer_staged` would do: pages, rest, staging, copies. Moves nothing."""
+    """What :func:`transfer_staged` would do: pages, rest, staging, copies, what a CUDA graph keeps.
+
+    Moves nothing.
+    """
     text = _kvio.explain_staged(
         _as_list(dst),
         _as_list(src),
@@ -846,9 +849,10 @@ def explain(
 ) -> str:
     """What :func:`transfer` would do: backend, reason, launch, rows, bytes, runs. Moves nothing.
 
-    On a GPU also the rate to expect and its share of the link, and what every other backend would
-    reach, or why it cannot serve. Takes the arguments of :func:`transfer` and raises what it would
-    raise about them. Not for hot loops: torch leaks the text of every op that returns one.
+    On a GPU also the rate to expect and its share of the link, what every other backend would
+    reach, or why it cannot serve, and what a CUDA graph would keep of the call. Takes the arguments
+    of :func:`transfer` and raises what it would raise about them. Not for hot loops: torch leaks
+    the text of every op that returns one.
     """
     options = _changed(row_ndim, page_size, index_unit, backend, num_blocks, prefer)
     return str(_kvio.explain(_as_list(dst), _as_list(src), dst_indices, src_indices, **options))

@@ -266,7 +266,8 @@ def test_opcheck_passes_on_transfer_staged(unit):
     torch.library.opcheck(op, ([], [], at[:0], at[:0], staging), options)
 
 
-# host_register and its kin do not run without a GPU: tests/gpu/test_compile.py runs them all.
+# opcheck's other checks run an op on clones of its arguments, and these ops need a GPU and memory
+# that outlives them: a clone would be freed while it is page-locked. tests/gpu calls them itself.
 @pytest.mark.parametrize("op", ["host_register", "host_unregister", "device_pointer"])
 def test_host_memory_ops_need_no_autograd(op):
     block = torch.zeros(4096, dtype=torch.uint8)

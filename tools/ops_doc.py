@@ -315,9 +315,9 @@ CONTRACTS = {
         stream="""None: it looks at the caller's current one (captured, legacy default) and enqueues
             nothing.""",
         blocks="Never. With CPU indices it counts runs, as `auto` does.",
-        capture="""Answers for the captured call: that copies go one by one, that the graph keeps
-            the index values, that `auto` leaves `copy_engine` out. Raises what `transfer` would
-            raise about CPU indices.""",
+        capture="""Its line `capture:` says, inside of one or not, what a graph would keep of the
+            call. Inside of one the rest is about the captured call: copies go one by one, `auto`
+            leaves `copy_engine` out, CPU indices raise what `transfer` would raise.""",
         traced=f'{_TEXT_IS_NOT_TRACED} "backend: unknown while tracing".',
         faults="""Raised at once: arguments, CPU indices, a backend that cannot serve; host memory
             that is not page-locked only where the copy engine is chosen. It leaves no record and
@@ -329,8 +329,8 @@ CONTRACTS = {
         python="`sgl_kvio.explain_staged`",
         stream="None: it looks at the caller's current one and enqueues nothing.",
         blocks=_NEVER_WAITS,
-        capture="""Answers for the captured call: that copies go one by one, because the stream is
-            being captured.""",
+        capture="""Its line `capture:` says, inside of one or not, which list a graph would keep.
+            Inside of one it says that copies go one by one.""",
         traced=f'{_TEXT_IS_NOT_TRACED} "pages: unknown while tracing".',
         faults="""Raised at once: what `transfer_staged` would raise. It leaves no record and
             reports none.""",

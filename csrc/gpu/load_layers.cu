@@ -1,6 +1,6 @@
 // All layers of a restore in one launch, and the wait for one of them.
 //
-// What shaped it (none of it has run on a GPU yet):
+// What shaped it:
 // * The copying is the register kernel's (gpu/register_items.cuh), with its few blocks. A walk over layers is added to
 //   each item, and to each wave's share of a layer one fence and one atomic, which one wave waits for while the others
 //   go on. Counting every item would fence several times as often.

@@ -54,13 +54,20 @@ class StagedCall {
   std::string describe() const {
     const std::string copies =
         route_.batched ? "copies: batched, on a stream of the library's own" : kvio::describe(route_);
-    return kvio::describe(plan_, staged_) + copies + "\n";
+    const char* const device_list = device_list_on_cpu() ? "both lists, which are on the CPU; rows are"
+                                                         : "the host pool's list; rows and the other list are";
+    return kvio::describe(plan_, staged_) + copies + "\ncapture: the graph keeps " + device_list +
+           " read at every replay\n";
   }
 
  private:
   // Events of the side stream.
   static int relaid(int half) { return half; }
   static int copied(int half) { return 2 + half; }
+
+  bool device_list_on_cpu() const {
+    return (to_host_ ? request_.src_index_device : request_.dst_index_device) == DeviceKind::kCpu;
+  }
 
   char* host_base(const BufferGroup& group, size_t buffer) const {
     return to_host_ ? group.dst_base[buffer] : const_cast<char*>(group.src_base[buffer]);
@@ -69,7 +76,7 @@ class StagedCall {
   Lists upload_lists() {
     const IndexList& device = to_host_ ? request_.src_indices : request_.dst_indices;
     const IndexList& host = to_host_ ? request_.dst_indices : request_.src_indices;
-    const bool device_on_cpu = (to_host_ ? request_.src_index_device : request_.dst_index_device) == DeviceKind::kCpu;
+    const bool device_on_cpu = device_list_on_cpu();
     const bool wide = device.is_int64;
     const int64_t list_bytes = (request_.num_indices * device.entry_bytes() + 15) / 16 * 16;
     const int64_t counts = std::min(plan_.halves.pages, plan_.work.num_pages) * plan_.work.positions_per_page;

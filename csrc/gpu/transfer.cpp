@@ -111,7 +111,7 @@ std::string explain(const TransferRequest& request) {
   const GpuFacts gpu = gpu_facts(op, device, stream, is_capturing(stream));
   const BackendFacts facts = complete_facts_of(request, gpu);
   const BackendChoice choice = choose_backend(op, request.backend, facts);
-  std::string text = describe(choice, facts);
+  std::string text = describe(choice, facts) + describe_capture(request.backend, facts);
   if (choice.backend == Backend::kCopyEngine) return text + explain_copy_engine(op, request, gpu);
   if (ordered(request)) text += "order: by host address, coarsely\n";
   for (const BufferGroup& group : request.groups) {

@@ -371,4 +371,13 @@ std::string describe(const BackendChoice& choice, const BackendFacts& facts) {
   return text.str();
 }
 
+std::string describe_capture(const std::string& wanted, const BackendFacts& facts) {
+  if (!facts.any_gpu) return "";
+  if (!facts.indices_on_cpu) return "capture: indices and rows are read at every replay\n";
+  if (wanted == backend_name(Backend::kCopyEngine)) {
+    return "capture: the graph keeps the values of these indices; rows are read at every replay\n";
+  }
+  return "capture: refused, the indices are on the CPU; backend='copy_engine' keeps their values\n";
+}
+
 }  // namespace kvio

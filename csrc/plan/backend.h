@@ -85,4 +85,7 @@ double expected_gbps(const RateTable& rates, Backend backend, const BackendFacts
 std::string describe(const BackendChoice& choice);
 std::string describe(const BackendChoice& choice, const BackendFacts& facts);
 
+// What a CUDA graph would keep of a call that asks for `wanted`; nothing where no GPU takes part.
+std::string describe_capture(const std::string& wanted, const BackendFacts& facts);
+
 }  // namespace kvio

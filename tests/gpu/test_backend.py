@@ -35,6 +35,11 @@ def test_auto_explains_its_choice_and_moves_the_bytes(place, prefer):
     assert re.match(r"backend: (register|tma|copy_engine)\nreason: .+\n", text)
     assert re.search(r"\nexpected: \d+\.\d GB/s, \d+% of the link", text)
     assert f"(prefer {prefer}, " in text
+    in_a_graph = {
+        "cpu": "capture: refused, the indices are on the CPU",
+        "cuda": "capture: indices and rows are read at every replay",
+    }
+    assert in_a_graph[place] in text
     inside = torch.arange(PAGE)
     slots = [(i.cpu()[:, None] * PAGE + inside).flatten() for i in (to, frm)]
     want = moved(dst.cpu(), src, *slots)

@@ -227,6 +227,7 @@ def test_explain_says_that_a_capture_takes_single_copies():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         text = sgl_kvio.explain(dst, src, at, at, backend="copy_engine")
+        assert "capture: the graph keeps the values of these indices" in text
     assert "captured" in text, text
 
 

@@ -178,6 +178,7 @@ def test_a_replayed_graph_reads_device_rows_and_indices_of_its_time(direction):
         text = sgl_kvio.explain_staged(*pools, *lists, staging, **options)
         sgl_kvio.transfer_staged(*pools, *lists, staging, **options)
     assert "captured" in text
+    assert "capture: the graph keeps the host pool's list; rows and the other list" in text
     for seed, chosen in ((3, [1, 2, 4]), (4, [0, 5, 3])):
         card.copy_(cases.contiguous_pool(card.shape, torch.uint8, seed))
         host.copy_(cases.contiguous_pool(host.shape, torch.uint8, seed + 10))

@@ -636,6 +636,7 @@ void bind_facts(py::module_& m) {
         return expected_gbps(table_of(rates), backend_of(backend), facts);
       },
       py::arg("backend"), py::arg("facts"), py::arg("rates") = std::vector<double>());
+  m.def("describe_capture", &describe_capture);
   m.def("describe", [](const std::string& wanted, const BackendFacts& facts) {
     return describe(choose_backend("explain", wanted, facts), facts);
   });

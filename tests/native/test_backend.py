@@ -676,6 +676,26 @@ def test_a_description_of_a_small_call_says_so(kvio, gpu_facts):
     assert "(one small call by itself)" in text
 
 
+@pytest.mark.parametrize(
+    ("wanted", "cpu", "words"),
+    [
+        ("auto", False, "indices and rows are read at every replay"),
+        ("register", False, "indices and rows are read at every replay"),
+        ("copy_engine", True, "the graph keeps the values of these indices; rows are read"),
+        ("auto", True, "refused, the indices are on the CPU; backend='copy_engine' keeps"),
+        ("tma", True, "refused, the indices are on the CPU; backend='copy_engine' keeps"),
+    ],
+)
+def test_what_a_graph_would_keep_is_said(kvio, gpu_facts, wanted, cpu, words):
+    text = kvio.describe_capture(wanted, gpu_facts(cpu=cpu))
+    assert text.startswith("capture: " + words)
+    assert text.endswith("\n")
+
+
+def test_nothing_is_said_of_graphs_without_a_gpu(kvio, gpu_facts):
+    assert kvio.describe_capture("auto", gpu_facts(any_gpu=False)) == ""
+
+
 @pytest.mark.parametrize("direction", ["D2D", "H2H"])
 def test_no_rate_is_promised_where_no_link_is_crossed(kvio, gpu_facts, direction):
     text = kvio.describe("auto", gpu_facts(direction))
