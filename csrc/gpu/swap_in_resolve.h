@@ -268,7 +268,6 @@ inline void find_packs(ResolveParams* p) {
 // A row of the batch.
 struct Job {
   int32_t batch_row;
-  int32_t seq_len;
   int32_t token_limit;   // tokens are below it
   uint32_t plain_limit;  // those below it, but for the newest, are looked for
   int32_t newest;        // the token with a slot of its own, below 0 for none
@@ -290,7 +289,6 @@ KVIO_STEP bool is_long(const ResolveParams& p, int32_t seq_len) {
 KVIO_STEP Job make_job(const ResolveParams& p, int32_t batch_row, uint32_t request, int32_t seq_len, bool records) {
   Job job;
   job.batch_row = batch_row;
-  job.seq_len = seq_len;
   // Where the token names its slot, host locations are not looked at.
   const int32_t limit = seq_len < p.max_len || !is_long(p, seq_len) ? seq_len : p.max_len;
   job.token_limit = limit < 0 ? 0 : limit;
