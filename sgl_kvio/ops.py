@@ -16,6 +16,9 @@ import torch
 from sgl_kvio import _binary  # noqa: F401  registers torch.ops.kvio
 
 _kvio = torch.ops.kvio
+# Overloads by name: looking for the one that fits an epoch costs a call 10 us.
+_LOAD_LAYERS_TENSOR, _LOAD_LAYERS_INT = _kvio.load_layers.default, _kvio.load_layers.int
+_WAIT_LAYER_TENSOR, _WAIT_LAYER_INT = _kvio.wait_layer.default, _kvio.wait_layer.int
 
 
 def _changed(
@@ -639,17 +642,14 @@ def load_layers(
             )
     if num_layers:
         options["num_layers"] = num_layers
-    # The overload by name: looking for the one that fits costs 10 us.
-    if isinstance(epoch, torch.Tensor):
-        op = _kvio.load_layers.default
-    else:
-        op = _kvio.load_layers.int
+    op = _LOAD_LAYERS_TENSOR if isinstance(epoch, torch.Tensor) else _LOAD_LAYERS_INT
     op(targets, sources, dst_indices, src_indices, flags, epoch, **options)
 
 
 def _by_layer(buffers: LayerBuffers) -> tuple[list[torch.Tensor], int]:
     """Tensors as the op takes them, and the number of layers they are listed by, 0 for stacked."""
-    if isinstance(buffers, torch.Tensor):
+    # Lists first: that something is no tensor takes longest to find out.
+    if not isinstance(buffers, list) and isinstance(buffers, torch.Tensor):
         return [buffers], 0
     layers: list[Any] = buffers if isinstance(buffers, list) else list(buffers)
     if not layers or isinstance(layers[0], torch.Tensor):
@@ -720,7 +720,7 @@ def wait_layer(
         out = paged_attention(query, k[i], v[i], page_table)
     """
     options = {} if timeout_ms == 60000 else {"timeout_ms": timeout_ms}
-    op = _kvio.wait_layer.default if isinstance(epoch, torch.Tensor) else _kvio.wait_layer.int
+    op = _WAIT_LAYER_TENSOR if isinstance(epoch, torch.Tensor) else _WAIT_LAYER_INT
     op(flags, layer, epoch, _as_list(after), **options)
 
 

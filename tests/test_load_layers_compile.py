@@ -225,16 +225,36 @@ def test_a_wait_that_orders_nothing_is_refused_where_it_would_be_dropped(backend
         torch.compile(function, backend=backend, fullgraph=True)(k, flags, epoch)
 
 
+class RestoreAndForward(torch.nn.Module):
+    def forward(self, *arguments):
+        return restore_and_forward(*arguments)
+
+
+def exported(device="cpu", strict=False):
+    program = torch.export.export(RestoreAndForward(), tuple(make_arguments(device)), strict=strict)
+    names = {str(node.target) for node in program.graph.nodes}
+    assert {"kvio.load_layers.default", "kvio.wait_layer.default"} <= names
+    return program
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_function_loads_and_waits(strict):
-    class Model(torch.nn.Module):
-        def forward(self, *arguments):
-            return restore_and_forward(*arguments)
+    check_loads(exported(strict=strict).module(), make_arguments())
 
-    exported = torch.export.export(Model(), tuple(make_arguments()), strict=strict)
-    names = {str(node.target) for node in exported.graph.nodes}
-    assert {"kvio.load_layers.default", "kvio.wait_layer.default"} <= names
-    check_loads(exported.module(), make_arguments())
+
+def test_a_decomposed_function_loads_and_waits():
+    """run_decompositions makes the graph functional: readers have to stay behind their waits."""
+    check_loads(exported().run_decompositions().module(), make_arguments())
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="AOTInductor needs a C++ compiler"
+)
+def test_a_packaged_function_loads_and_waits(tmp_path):
+    path = torch._inductor.aoti_compile_and_package(
+        exported(), package_path=str(tmp_path / "program.pt2")
+    )
+    check_loads(torch._inductor.aoti_load_package(path), make_arguments())
 
 
 def test_page_tables_may_have_any_length():

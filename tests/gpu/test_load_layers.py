@@ -20,6 +20,7 @@ from test_load_layers_compile import L as COMPILED_LAYERS
 from test_load_layers_compile import (
     assert_close,
     check_loads,
+    exported,
     forward,
     forward_by_op,
     inductor,
@@ -797,12 +798,12 @@ def test_a_restore_and_the_attention_behind_it_are_one_graph(backend):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_function_loads_and_waits(strict):
-    class Model(torch.nn.Module):
-        def forward(self, *arguments):
-            return restore_and_forward(*arguments)
+    check_loads(exported("cuda", strict).module(), make_arguments("cuda"))
 
-    exported = torch.export.export(Model(), tuple(make_arguments("cuda")), strict=strict)
-    check_loads(exported.module(), make_arguments("cuda"))
+
+def test_a_decomposed_function_loads_and_waits():
+    """The page-locked pools are read only: nothing clones them."""
+    check_loads(exported("cuda").run_decompositions().module(), make_arguments("cuda"))
 
 
 def check_compiled_readers(function, arguments, loads=5):
