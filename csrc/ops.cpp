@@ -28,6 +28,7 @@
 #include "gpu/fault.h"
 #include "gpu/host_memory.h"
 #include "gpu/load_layers.h"
+#include "gpu/side_stream.h"
 #include "gpu/staged.h"
 #include "gpu/swap_in.h"
 #include "gpu/transfer.h"
@@ -538,6 +539,11 @@ int64_t device_pointer(Tensor tensor, int64_t device_index) {
   return reinterpret_cast<int64_t>(translator.device_address("tensor", 0, view.data, extent_bytes(view)));
 }
 
+int64_t create_stream(int64_t device_index) {
+  constexpr const char* op = "create_stream";
+  return reinterpret_cast<int64_t>(gpu::create_stream(op, gpu::resolve_device(op, device_index)));
+}
+
 std::vector<int64_t> take_fault(int64_t device_index) {
   gpu::Fault fault;
   if (!gpu::take_fault(gpu::current_or("take_fault", device_index), &fault)) return {};
@@ -555,6 +561,7 @@ std::string backend_info() { return gpu::driver_info(); }
 void host_register(Tensor, int64_t, int64_t) { no_gpu("host_register"); }
 void host_unregister(Tensor, int64_t) { no_gpu("host_unregister"); }
 int64_t device_pointer(Tensor, int64_t) { no_gpu("device_pointer"); }
+int64_t create_stream(int64_t) { no_gpu("create_stream"); }
 std::vector<int64_t> take_fault(int64_t) { return {}; }
 std::string backend_info() { return "\"driver\": 0, \"devices\": 0, \"entry_points\": {}"; }
 
@@ -629,6 +636,7 @@ STABLE_TORCH_LIBRARY(kvio, m) {
   m.def("host_register(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()");
   m.def("host_unregister(Tensor(a!) tensor, int device_index=-1) -> ()");
   m.def("device_pointer(Tensor tensor, int device_index=-1) -> int");
+  m.def("create_stream(int device_index=-1) -> int");
   m.def("take_fault(int device_index=-1) -> int[]");
   m.def(
       "explain(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, int row_ndim=2, "
@@ -685,6 +693,7 @@ STABLE_TORCH_LIBRARY_IMPL(kvio, CompositeExplicitAutograd, m) {
   m.impl("memcpy_batch", TORCH_BOX(&kvio::memcpy_batch_cpu));
   m.impl("register_pool", TORCH_BOX(&kvio::register_pool));
   m.impl("unregister_pool", TORCH_BOX(&kvio::unregister_pool));
+  m.impl("create_stream", TORCH_BOX(&kvio::create_stream));
   m.impl("take_fault", TORCH_BOX(&kvio::take_fault));
   m.impl("set_rates", TORCH_BOX(&kvio::push_rates));
   m.impl("get_rates", TORCH_BOX(&kvio::get_rates));

@@ -191,7 +191,10 @@ class _SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device=device)
+        self._stream = _take_stream(device.index)
+        # Every load has this object: only when the last one is gone may another loader follow.
+        finalizer = weakref.finalize(self, _give_back_stream, self._stream, os.getpid())
+        finalizer.atexit = False
 
     def fork(self) -> torch.cuda.Event:
         """An event after everything that the caller's current stream holds by now."""
@@ -604,6 +607,24 @@ def _drain_all(loads: list[_StreamLoad], owner_pid: int) -> None:
         # the worker itself included, and must not wait for one.
         if load.is_submitted():
             load.drain()
+
+
+# Streams of loaders that are gone, by device. None is one of torch's: those 32 are handed out again
+# and again, and a worker would submit into whatever another thread captures on the same one.
+_idle_streams: dict[int, list[torch.cuda.Stream]] = {}
+
+
+def _take_stream(device_index: int) -> torch.cuda.Stream:
+    try:
+        return _idle_streams[device_index].pop()
+    except LookupError:
+        return ops.create_stream(device_index)
+
+
+def _give_back_stream(stream: torch.cuda.Stream, owner_pid: int) -> None:
+    # Runs on any thread at any time: no lock, no op. A forked child has none of the streams.
+    if os.getpid() == owner_pid:
+        _idle_streams.setdefault(stream.device.index, []).append(stream)
 
 
 def _side_stream(device: torch.device) -> _SideStream | None:

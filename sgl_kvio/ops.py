@@ -618,7 +618,7 @@ def load_layers(
     Example::
 
         flags = sgl_kvio.layer_flags(len(blocks), "cuda")
-        side = torch.cuda.Stream()
+        side = sgl_kvio.create_stream()
         for epoch, request in enumerate(requests, 1):
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
@@ -756,6 +756,23 @@ def host_unregister(tensor: torch.Tensor, device_index: int = -1) -> None:
 def device_pointer(tensor: torch.Tensor, device_index: int = -1) -> int:
     """Address that the GPU uses for the first byte of a GPU or page-locked host tensor."""
     return int(_kvio.device_pointer(tensor, device_index))
+
+
+def create_stream(device_index: int = -1) -> torch.cuda.Stream:
+    """A new stream of a GPU that nobody else has, for work beside a forward pass.
+
+    ``torch.cuda.Stream()`` hands out the same 32 streams of a device again and again, so one that
+    was meant for restores may be the one on which somebody captures a CUDA graph, or computes:
+    then restores end up in the graph, or wait for the forward pass. :class:`LayerwiseLoader` has a
+    stream of this kind; make one for :func:`load_layers`. ``device_index`` -1 is the current
+    device. The stream lives as long as the process: make it once, not for each call.
+
+    Raises:
+        RuntimeError: no GPU, a ``device_index`` that cannot be, driver error.
+    """
+    handle = _kvio.create_stream(device_index)
+    index = torch.cuda.current_device() if device_index == -1 else device_index
+    return torch.cuda.ExternalStream(handle, device=index)
 
 
 def take_fault(device_index: int = -1) -> list[int]:
@@ -1137,6 +1154,12 @@ def _fake_device_pointer(tensor: torch.Tensor, device_index: int = -1) -> int:
     )
 
 
+def _fake_create_stream(device_index: int = -1) -> int:
+    raise RuntimeError(
+        "kvio::create_stream: a stream is known only at run time; call it outside the graph"
+    )
+
+
 def _fake_take_fault(device_index: int = -1) -> list[int]:
     raise RuntimeError(
         "kvio::take_fault: a fault is known only at run time; call it outside the graph"
@@ -1199,6 +1222,7 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "host_register": _fake_host_register,
     "host_unregister": _fake_host_unregister,
     "device_pointer": _fake_device_pointer,
+    "create_stream": _fake_create_stream,
     "take_fault": _fake_take_fault,
     "explain": _fake_explain,
     "set_rates": _fake_set_rates,

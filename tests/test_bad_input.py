@@ -279,6 +279,12 @@ def test_page_locking_says_that_there_is_no_gpu(call):
 
 
 @needs_no_gpu
+def test_a_stream_needs_a_gpu():
+    with pytest.raises(RuntimeError, match=r"kvio::create_stream: .*(?i:gpu|cuda|driver|device)"):
+        sgl_kvio.create_stream()
+
+
+@needs_no_gpu
 def test_unregistering_what_was_never_registered_raises():
     with pytest.raises(RuntimeError, match="kvio::host_unregister: "):
         sgl_kvio.host_unregister(torch.zeros(4096, dtype=torch.uint8))

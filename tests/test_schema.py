@@ -55,6 +55,7 @@ SCHEMAS = {
     "host_register": "(Tensor(a!) tensor, int chunk_bytes=0, int device_index=-1) -> ()",
     "host_unregister": "(Tensor(a!) tensor, int device_index=-1) -> ()",
     "device_pointer": "(Tensor tensor, int device_index=-1) -> int",
+    "create_stream": "(int device_index=-1) -> int",
     "take_fault": "(int device_index=-1) -> int[]",
     "explain": "(Tensor[] dst, Tensor[] src, Tensor dst_indices, Tensor src_indices, *, "
     f"{TRANSFER_OPTIONS}) -> str",
@@ -287,6 +288,8 @@ def test_what_only_the_run_knows_is_never_baked_into_a_graph():
         block = mode.from_tensor(torch.zeros(4096, dtype=torch.uint8))
         with pytest.raises(RuntimeError, match=r"kvio::device_pointer: .*outside"):
             torch.ops.kvio.device_pointer(block)
+        with pytest.raises(RuntimeError, match=r"kvio::create_stream: .*outside"):
+            torch.ops.kvio.create_stream()
         with pytest.raises(RuntimeError, match=r"kvio::take_fault: .*outside"):
             torch.ops.kvio.take_fault()
         with pytest.raises(RuntimeError, match=r"kvio::set_rates: .*outside"):

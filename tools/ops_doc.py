@@ -371,6 +371,17 @@ CONTRACTS = {
             page-locked.""",
         modes=Modes("needs a GPU", "yes", "refused", "refused", "nothing to capture"),
     ),
+    "create_stream": Contract(
+        does="A new stream of a GPU that is nobody else's, as torch's 32 are not; its handle.",
+        python="`sgl_kvio.create_stream`, as a torch stream; `LayerwiseLoader` has one of these",
+        stream=_NO_STREAM,
+        blocks="No.",
+        capture=_NOTHING_TO_CAPTURE,
+        traced='Refused: "a stream is known only at run time; call it outside the graph".',
+        faults="""Raised at once: no GPU, a build without GPU code, a `device_index` that cannot be.
+            The stream lives as long as the process.""",
+        modes=Modes("needs a GPU", "yes", "refused", "refused", "nothing to capture"),
+    ),
     "take_fault": Contract(
         does="""The record of a fault on a device, `[op, position, value, limit]`, or `[]`; clears
             it. [What the numbers mean](#the-numbers-of-take_fault).""",

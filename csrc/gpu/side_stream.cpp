@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "gpu/device_guard.h"
 #include "gpu/stream.h"
 
 namespace kvio::gpu {
@@ -16,10 +17,16 @@ std::vector<SideStream::Lease*>& idle_leases() {
   return *leases;
 }
 
+Stream make_stream(const char* op) {
+  Stream stream = nullptr;
+  check(op, "creating a stream", cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return stream;
+}
+
 SideStream::Lease* make_lease(const char* op, int device) {
   auto lease = std::make_unique<SideStream::Lease>();
   lease->device = device;
-  check(op, "creating a stream", cudaStreamCreateWithFlags(&lease->stream, cudaStreamNonBlocking));
+  lease->stream = make_stream(op);
   for (Event& event : lease->events) {
     check(op, "creating an event", cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
   }
@@ -105,6 +112,12 @@ void SideStream::wait(int event, Stream stream) {
 void SideStream::order(int event, Stream earlier, Stream later) {
   record(event, earlier);
   wait(event, later);
+}
+
+Stream create_stream(const char* op, int device) {
+  const DeviceGuard guard(op, device);
+  const RelaxedCapture relaxed;
+  return make_stream(op);
 }
 
 }  // namespace kvio::gpu

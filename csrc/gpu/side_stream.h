@@ -1,4 +1,4 @@
-// Streams of the library's own, for work that runs beside the caller's stream during one call.
+// Streams of the library's own, for work that runs beside the caller's stream: during one call, or for good.
 #pragma once
 
 #include "gpu/platform.h"
@@ -44,5 +44,9 @@ class SideStream {
   Stream caller_;
   Lease* lease_;
 };
+
+// A stream for a caller who wants one that is nobody else's, as those of torch's pool are not. It lives as long as the
+// process: torch's allocator may name it long after its last use.
+Stream create_stream(const char* op, int device);
 
 }  // namespace kvio::gpu

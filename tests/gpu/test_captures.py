@@ -154,6 +154,16 @@ def test_an_address_may_be_asked_for_while_a_graph_is_captured():
     assert asked == sgl_kvio.device_pointer(host) + 8
 
 
+def test_a_stream_may_be_made_while_a_graph_is_captured():
+    stream = capture_beside(sgl_kvio.create_stream)
+    value = torch.ones(4, device="cuda")
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        value.mul_(3)
+    stream.synchronize()
+    assert value.tolist() == [3.0] * 4
+
+
 def test_memory_may_be_page_locked_while_a_graph_is_captured():
     block = cases.page_aligned_bytes(1 << 16)
     capture_beside(lambda: sgl_kvio.host_register(block))

@@ -429,6 +429,82 @@ def test_a_worker_submits_while_the_callers_thread_captures_a_graph(
     assert_loaded(device, *slots)
 
 
+TORCH_STREAMS = 32  # of a device and a priority, handed out in turn
+
+
+def torch_streams():
+    """Every stream that torch.cuda.Stream() gives, and some of them twice."""
+    return [torch.cuda.Stream() for _ in range(TORCH_STREAMS + 8)]
+
+
+@SUBMIT
+def test_a_loader_has_a_stream_that_torch_gives_to_nobody(pool, submit):
+    with LayerwiseLoader(pool.layers(), poisoned(), submit=submit) as loader:
+        mine = loader._side._stream.cuda_stream
+        with LayerwiseLoader(pool.layers(), poisoned(), submit=submit) as other:
+            assert other._side._stream.cuda_stream != mine
+        taken = {stream.cuda_stream for stream in torch_streams()}
+        assert len(taken) <= TORCH_STREAMS
+        assert mine not in taken
+        assert torch.cuda.default_stream().cuda_stream != mine
+
+
+@pytest.mark.parametrize("backend", ["auto", "copy_engine"])
+def test_a_worker_submits_into_no_capture_whichever_stream_is_captured(
+    pool, slots, monkeypatch, backend
+):
+    """With a stream of torch's, one capture of 32 would have got the copies of the load."""
+    transfer, capturing = ops.transfer, threading.Event()
+
+    def during_the_capture(*args, **options):
+        assert capturing.wait(30)
+        transfer(*args, **options)
+
+    monkeypatch.setattr(ops, "transfer", during_the_capture)
+    number = torch.zeros(1, device="cuda")
+    options = {"submit": "thread", "backend": backend}
+    device = poisoned()
+    with LayerwiseLoader(pool.layers(), device, **options) as loader:
+        for replay, stream in enumerate(torch_streams(), 1):
+            capturing.clear()
+            for buffers in device:
+                for buffer in buffers:
+                    buffer.fill_(POISON)
+            load = loader.load(*slots)
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                capturing.set()
+                number.add_(1)
+                while not load.is_submitted():
+                    time.sleep(0.001)
+            load.synchronize()
+            assert_loaded(device, *slots)
+            graph.replay()
+            assert number.item() == replay
+
+
+def test_a_stream_of_a_loader_that_is_gone_serves_the_next_one(pool, slots):
+    device = poisoned()
+    loader = LayerwiseLoader(pool.layers(), device)
+    load, handle = loader.load(*slots), loader._side._stream.cuda_stream
+    loader.close()
+    del loader
+    with LayerwiseLoader(pool.layers(), device) as other:
+        assert other._side._stream.cuda_stream != handle, "the load still has it"
+    load.synchronize()
+    del load, other
+    gc.collect()
+    loaders = [LayerwiseLoader(pool.layers(), device) for _ in range(3)]
+    handles = [loader._side._stream.cuda_stream for loader in loaders]
+    assert handle in handles
+    assert len(set(handles)) == 3
+    for loader in loaders:
+        loader.load(*slots).synchronize()
+        assert_loaded(device, *slots)
+        loader.close()
+
+
 # --------------------------------------------------------------------------------------- lifetime
 
 

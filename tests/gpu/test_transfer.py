@@ -446,8 +446,9 @@ def test_a_device_index_that_cannot_be_is_refused(block, device_index):
     for call in (sgl_kvio.host_register, sgl_kvio.host_unregister, sgl_kvio.device_pointer):
         with pytest.raises(RuntimeError, match=f"device_index is {device_index}"):
             call(block, device_index=device_index)
-    with pytest.raises(RuntimeError, match=f"device_index is {device_index}"):
-        sgl_kvio.take_fault(device_index)
+    for call in (sgl_kvio.take_fault, sgl_kvio.create_stream):
+        with pytest.raises(RuntimeError, match=f"device_index is {device_index}"):
+            call(device_index)
 
 
 def test_no_byte_copies_are_no_error_on_a_gpu():
