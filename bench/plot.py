@@ -167,7 +167,7 @@ def draw_write_back(result: Record, name: str) -> Figure:
     beside = result["beside"]
     loops = list(dict.fromkeys(record["loop"] for record in beside))
     names = list(dict.fromkeys(record["provider"] for record in beside))
-    heights = [4.2] * (bool(shapes) + bool(pages)) + [0.8 + 0.28 * len(names)] * len(loops)
+    heights = [5.0] * (bool(shapes) + bool(pages)) + [0.8 + 0.28 * len(names)] * len(loops)
     if not heights:
         raise ValueError(f"plot: {name} has no figures of sections shapes, pages or beside")
     figure = Figure(figsize=(12, 0.6 + sum(heights)), dpi=150, layout="constrained")
@@ -183,7 +183,9 @@ def draw_write_back(result: Record, name: str) -> Figure:
             axis.set_title(PANELS[direction], fontsize=11)
             _finish_axis(axis)
         axes[0].set_ylabel("GB/s of payload")
-        axes[0].legend(frameon=False, fontsize=7, ncols=2)
+        # Below: the points fill the panel.
+        place = {"loc": "upper left", "bbox_to_anchor": (0, -0.16)}
+        axes[0].legend(frameon=False, fontsize=7, ncols=3, **place)
     for loop in loops:
         for axis, direction in zip(next(rows), PANELS, strict=True):
             key = (loop, direction)

@@ -150,7 +150,7 @@ CONTRACTS = {
         faults="""Raised at once: arguments, CPU indices, a backend that cannot
             serve, host memory that is not page-locked. Recorded: a GPU index outside its pool; that
             row or page is not moved.""",
-        modes=Modes("yes", "yes", "yes", "yes, on the CPU", "yes, by backend"),
+        modes=Modes("yes", "yes", "yes", "yes", "yes, by backend"),
     ),
     "transfer_staged": Contract(
         does="""Copies whole pages of a host pool through a device buffer: relayout by a kernel, one
@@ -169,7 +169,7 @@ CONTRACTS = {
             pool's list on the GPU ("names rows of the host pool; it needs the CPU"). Recorded: an
             index of the device pool's list on the GPU; in a write-back the host row that it was for
             gets undefined bytes, because its page is copied whole.""",
-        modes=Modes("yes", "yes", "yes", "yes, on the CPU", "yes"),
+        modes=Modes("yes", "yes", "yes", "yes", "yes"),
     ),
     "write_back": Contract(
         does="""Copies rows into a host pool that is named by its handle:
@@ -235,7 +235,7 @@ CONTRACTS = {
             written, for host pools as `transfer`.""",
         faults="""Raised at once: the whole plan is checked before a byte moves. It leaves no record
             of its own, and raises that of an earlier call.""",
-        modes=Modes("yes", "yes", "yes", "yes, on the CPU", "yes"),
+        modes=Modes("yes", "yes", "yes", "yes", "yes"),
     ),
     "swap_in": Contract(
         does="""Brings the tokens that sparse attention selected into hot buffers, least recently
@@ -251,7 +251,7 @@ CONTRACTS = {
         faults="""Raised at once: arguments, memory that is written and shared, and on the CPU every
             bad value, before anything changes. Recorded on a GPU: a bad token, location, request or
             LRU slot; what it was needed for yields -1, the rest is served.""",
-        modes=Modes("yes", "yes", "yes", "yes, on the CPU", "yes"),
+        modes=Modes("yes", "yes", "yes", "yes", "yes"),
     ),
     "copy_planned": Contract(
         does="Repeats the copies that a `swap_in` recorded, for another layer of its selection.",
@@ -262,7 +262,7 @@ CONTRACTS = {
         traced=f"{_KEPT} `device_buffer` is marked as written; the host cache is only read.",
         faults="""Raised at once: arguments, and on the CPU a count or a row outside its pool,
             before a byte moves. Recorded on a GPU: a row outside its pool; it is not moved.""",
-        modes=Modes("yes", "yes", "yes", "yes, on the CPU", "yes"),
+        modes=Modes("yes", "yes", "yes", "yes", "yes"),
     ),
     "load_layers": Contract(
         does="""Restores the same rows of every layer, layer by layer, in one launch that raises a
@@ -277,8 +277,7 @@ CONTRACTS = {
             every replay. Refused: a number as epoch
             ("while the stream is being captured, which every replay would repeat") and CPU indices
             ("a graph needs indices on the GPU").""",
-        traced="""Traced with `fullgraph=True`, inductor and `aot_eager`; exported: every load
-            stays, in its place. `dst` and `flags` are marked as written. A number as epoch is
+        traced=f"""{_KEPT} `dst` and `flags` are marked as written. A number as epoch is
             symbolic: another one needs no new graph.""",
         faults="""Raised at once: arguments, CPU indices, host memory that is not page-locked, a
             host pool as `dst` of a GPU call, on the CPU an epoch that is not above its flags.
@@ -443,7 +442,7 @@ byte where it moves rows; where it says "on the CPU", there alone. **answers**: 
 is asked for. **refused**: it raises, or torch does. **outside**: it is meant to stand outside of
 graphs. **needs a GPU**: it raises where there is none. "compiled" is
 `torch.compile(fullgraph=True)` by inductor and by `aot_eager`; "exported" is `torch.export`, and
-AOTInductor packages of all but `load_layers` and `wait_layer`; "CUDA graph" is capture and replay.
+on the CPU decomposed programs and AOTInductor packages too; "CUDA graph" is capture and replay.
 """
 
 
