@@ -369,6 +369,8 @@ class LayerwiseLoader:
     themselves are kept alive here. Neither ``load`` nor a wait for a load can be captured into a
     CUDA graph: call ``wait_layer`` before the layer's graph is replayed, or take
     ``sgl_kvio.load_layers``, which can be captured and compiled, and is one launch for all layers.
+    The side stream is one that torch gives to nobody (``sgl_kvio.create_stream``), so a load may
+    run and be submitted while another thread captures on any stream.
 
     With ``submit="thread"`` a ``wait_layer`` first blocks the host until the worker has enqueued
     that layer's group, and errors of the transfers come out of ``wait_layer``, ``wait`` and

@@ -454,3 +454,69 @@ def test_inference_tensors_are_written_under_both_submitters(side, made_in, subm
     with LayerwiseLoader(host, to, submit=submit) as it:
         it.load(index, index).wait()
     assert all(torch.equal(a[0], b[0]) for a, b in zip(to, host, strict=True))
+
+
+# ---------------------------------------------------------------------------- streams of its own
+
+
+class Stream:
+    """Stands in for a CUDA stream."""
+
+    def __init__(self, index):
+        self.device = torch.device("cuda", index)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Streams that were created, in order; none is idle before."""
+    streams = []
+
+    def create(index):
+        streams.append(Stream(index))
+        return streams[-1]
+
+    monkeypatch.setattr(loader, "_idle_streams", {})
+    monkeypatch.setattr(ops, "create_stream", create)
+    return streams
+
+
+def side_stream_of(index):
+    return loader._SideStream(torch.device("cuda", index))
+
+
+def test_every_loader_has_a_stream_and_the_next_one_gets_that_of_one_that_is_gone(made):
+    first, second, other = side_stream_of(0), side_stream_of(0), side_stream_of(1)
+    assert [each._stream for each in (first, second, other)] == made
+    assert len(set(made)) == 3
+    del second
+    gc.collect()
+    assert side_stream_of(1)._stream is made[3], "of another device"
+    assert side_stream_of(0)._stream is made[1]
+    assert len(made) == 4
+    assert first._stream is made[0]
+
+
+def test_a_load_that_is_kept_keeps_the_stream(made):
+    side = side_stream_of(0)
+    load = loader._StreamLoad(loader._Groups(1, 1), None, side)
+    del side
+    gc.collect()
+    assert side_stream_of(0)._stream is made[1]
+    del load
+    gc.collect()
+    assert {side_stream_of(0)._stream, made[1]} == set(made)
+
+
+def test_a_forked_child_gives_no_stream_back(made):
+    side = side_stream_of(0)
+
+    def drop():
+        nonlocal side
+        del side
+        gc.collect()
+        assert loader._idle_streams == {}
+
+    assert in_a_forked_child(drop) == 0
+    del side
+    gc.collect()
+    assert loader._idle_streams == {0: made}
