@@ -537,6 +537,16 @@ def covering(space: dict[str, tuple[Any, ...]], seed: int) -> list[dict[str, Any
     return rows
 
 
+def put(tensor: torch.Tensor, place: str) -> torch.Tensor:
+    """`place`: "h" page-locked host memory, "d" the GPU."""
+    return tensor.pin_memory() if place == "h" else tensor.cuda()
+
+
+def random_slots(count: int, seed: int, slots: int) -> torch.Tensor:
+    """`count` different slots of `slots`, at most all."""
+    return torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:count]
+
+
 def contiguous_pool(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
     """A plain random tensor, for tests whose point is not the geometry."""
     return random_bytes(math.prod(shape) * dtype.itemsize, seed).view(dtype).view(*shape)

@@ -77,6 +77,12 @@ def synchronize() -> None:
             torch.cuda.synchronize(index)
 
 
+def twin_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, page-locked where the tensor is."""
+    copy = tensor.clone()
+    return copy.pin_memory() if tensor.is_pinned() else copy
+
+
 def assert_same_bytes(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     """Compares two tensors' bytes; the message says how many differ and where the first one is."""
     a = got.detach().cpu().contiguous().view(-1).view(torch.uint8)

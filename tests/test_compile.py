@@ -11,7 +11,7 @@ import torch._dynamo
 
 import cases
 import sgl_kvio
-from reference import assert_same_bytes
+from reference import assert_same_bytes, synchronize, twin_of
 
 transfer = torch.ops.kvio.transfer
 
@@ -84,9 +84,10 @@ def check_compiled(function, backend, arguments, **options):
 
 def check_twice(program, function, arguments):
     """As check_compiled, of anything that was made of the function."""
-    twins = [t.clone() for t in arguments]
+    twins = [twin_of(t) for t in arguments]
     for _ in range(2):
         want, got = function(*twins), program(*arguments)
+        synchronize()
         assert_same_bytes(got, want, "result")
         for position, (argument, twin) in enumerate(zip(arguments, twins, strict=True)):
             assert_same_bytes(argument, twin, f"argument {position}")

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import cases
 import sgl_kvio
-from reference import assert_same_bytes
+from reference import assert_same_bytes, twin_of
 
 L, SLOTS, HEADS, DIM = 3, 16, 2, 4
 ROWS = 5
@@ -78,10 +78,7 @@ def make_arguments(device="cpu", seed=0):
 def check_loads(compiled, arguments, loads=3):
     """Runs the compiled function beside the eager one, with other rows and indices every time."""
     k, _, slots, hidden, flags, epoch, *_ = arguments
-    pinned = arguments[6].is_pinned()
-    twins = [t.clone() for t in arguments]
-    if pinned:
-        twins[6:8] = [t.pin_memory() for t in twins[6:8]]
+    twins = [twin_of(t) for t in arguments]
     for load in range(1, loads + 1):
         fresh = make_inputs(k.device, seed=load)
         rows = make_pools(k.device, seed=10 * load)

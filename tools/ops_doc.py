@@ -438,11 +438,11 @@ CONTRACTS = {
 
 ABOUT_MODES = """\
 **yes**: a test calls it so, on the CPU in `tests/`, on a GPU in `tests/gpu`, and compares every
-byte where it moves rows; where it says "on the CPU", there alone. **answers**: it returns what it
-is asked for. **refused**: it raises, or torch does. **outside**: it is meant to stand outside of
-graphs. **needs a GPU**: it raises where there is none. "compiled" is
-`torch.compile(fullgraph=True)` by inductor and by `aot_eager`; "exported" is `torch.export`, and
-on the CPU decomposed programs and AOTInductor packages too; "CUDA graph" is capture and replay.
+byte where it moves rows. **answers**: it returns what it is asked for. **refused**: it raises, or
+torch does. **outside**: it is meant to stand outside of graphs. **needs a GPU**: it raises where
+there is none. "compiled" is `torch.compile(fullgraph=True)` by inductor and by `aot_eager`;
+"exported" is `torch.export`, and on the CPU decomposed programs and AOTInductor packages too; "CUDA
+graph" is capture and replay.
 """
 
 

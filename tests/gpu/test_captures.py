@@ -1,5 +1,7 @@
 """What docs/ops.md says of CUDA graphs, as far as no test of the op itself shows it."""
 
+import functools
+
 import pytest
 import torch
 
@@ -12,12 +14,10 @@ ROWS, ROW = 64, (2, 72)
 
 def put(place, seed, shape=(ROWS, *ROW)):
     """Random rows, "h" in page-locked memory or "d" on the GPU."""
-    rows = cases.contiguous_pool(shape, torch.bfloat16, seed)
-    return rows.pin_memory() if place == "h" else rows.cuda()
+    return cases.put(cases.contiguous_pool(shape, torch.bfloat16, seed), place)
 
 
-def random_slots(count, seed, slots=ROWS):
-    return torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:count]
+random_slots = functools.partial(cases.random_slots, slots=ROWS)
 
 
 def refill(*tensors, seed):

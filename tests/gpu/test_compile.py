@@ -12,7 +12,7 @@ from test_schema import transfer_samples
 
 import cases
 import sgl_kvio
-from reference import assert_same_bytes, error_text, moved
+from reference import assert_same_bytes, error_text, moved, twin_of
 
 transfer = torch.ops.kvio.transfer
 inductor = pytest.param(
@@ -105,7 +105,7 @@ def check_write_back(function, backend):
     torch._dynamo.reset()
     arguments = write_back_arguments()
     host, device, at, frm = arguments
-    twin = host.clone().pin_memory()
+    twin = twin_of(host)
     want = function(twin, device, at, frm)
     torch.cuda.synchronize()
     address = host.data_ptr()
@@ -203,7 +203,7 @@ def check_staged(function, backend):
     torch._dynamo.reset()
     arguments = test_staged_compile.make_arguments("cuda", "pinned")
     host, card, *lists, staging = arguments
-    twin_host, twin_card = host.clone().pin_memory(), card.clone()
+    twin_host, twin_card = twin_of(host), twin_of(card)
     address = host.data_ptr()
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for _ in range(2):

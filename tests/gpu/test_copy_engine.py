@@ -36,21 +36,14 @@ def transfer(*arguments, **options):
     sgl_kvio.transfer(*arguments, backend="copy_engine", **options)
 
 
-def put(tensor, place):
-    """`place`: "h" page-locked host memory, "d" the GPU."""
-    return tensor.pin_memory() if place == "h" else tensor.cuda()
-
-
 def pools(direction, slots=512, row=(2, 72), seed=0):
     """Destination and source of a direction, random, each flat."""
     return tuple(
-        put(cases.contiguous_pool((slots, *row), torch.bfloat16, seed + i), direction[2 - 2 * i])
+        cases.put(
+            cases.contiguous_pool((slots, *row), torch.bfloat16, seed + i), direction[2 - 2 * i]
+        )
         for i in range(2)
     )
-
-
-def random_slots(count, seed, slots=512):
-    return torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:count]
 
 
 @pytest.mark.parametrize("stream", STREAMS)
@@ -69,7 +62,7 @@ def test_moves_the_named_rows_and_no_other_byte(case, stream):
 def test_any_number_of_entries_arrives_whole(direction, count, stream):
     slots = 2 * count + 1
     dst, src = pools(direction, slots=slots)
-    at, frm = random_slots(count, 1, slots), random_slots(count, 2, slots)
+    at, frm = cases.random_slots(count, 1, slots), cases.random_slots(count, 2, slots)
     want = moved(dst, src, at, frm)
     with on(stream):
         transfer(dst, src, at, frm)
@@ -82,9 +75,9 @@ def test_any_number_of_entries_arrives_whole(direction, count, stream):
 def test_all_layers_of_pages_that_both_sides_keep_together_arrive(direction, layers):
     pages, size = 40, 16
     shape = (pages, layers, size, 2, 64)
-    src = put(cases.contiguous_pool(shape, torch.bfloat16, 0), direction[0])
-    dst = put(cases.contiguous_pool(shape, torch.bfloat16, 1), direction[2])
-    at, frm = random_slots(25, 3, pages), random_slots(25, 4, pages)
+    src = cases.put(cases.contiguous_pool(shape, torch.bfloat16, 0), direction[0])
+    dst = cases.put(cases.contiguous_pool(shape, torch.bfloat16, 1), direction[2])
+    at, frm = cases.random_slots(25, 3, pages), cases.random_slots(25, 4, pages)
     want = moved(dst, src, at, frm)
     views = [list(pool.unbind(1)) for pool in (dst, src)]
     transfer(*views, at, frm, page_size=size, index_unit="page")
@@ -126,7 +119,7 @@ def test_copies_come_between_what_the_stream_did_before_and_does_after(direction
     """The source is written late before the call and again right after it; nothing waits."""
     count = 300  # no more than a queue holds without waiting
     dst, src = pools(direction, slots=1200)
-    at, frm = random_slots(count, 1, 1200), random_slots(count, 2, 1200)
+    at, frm = cases.random_slots(count, 1, 1200), cases.random_slots(count, 2, 1200)
     every = torch.arange(1200, device="cuda")
     before, after = (
         torch.full(src.shape, value, dtype=src.dtype, device="cuda") for value in (2, 7)
@@ -157,7 +150,7 @@ def test_copies_come_between_what_the_stream_did_before_and_does_after(direction
 @pytest.mark.parametrize("stream", STREAMS)
 def test_the_next_kernel_of_the_stream_sees_the_copied_rows(stream):
     dst, src = pools("h2d", slots=4096, row=(8, 128))
-    at, frm = random_slots(3000, 1, 4096), random_slots(3000, 2, 4096)
+    at, frm = cases.random_slots(3000, 1, 4096), cases.random_slots(3000, 2, 4096)
     want = moved(dst, src, at, frm)
     with on(stream) as current:
         transfer(dst, src, at, frm)
@@ -169,7 +162,7 @@ def test_the_next_kernel_of_the_stream_sees_the_copied_rows(stream):
 @pytest.mark.parametrize("stream", STREAMS)
 def test_indices_may_change_right_after_the_call(stream):
     dst, src = pools("h2d")
-    at, frm = random_slots(200, 1), random_slots(200, 2)
+    at, frm = cases.random_slots(200, 1, 512), cases.random_slots(200, 2, 512)
     want = moved(dst, src, at, frm)
     with on(stream):
         torch.cuda._sleep(LONG)
@@ -182,7 +175,7 @@ def test_indices_may_change_right_after_the_call(stream):
 
 def test_calls_of_several_threads_on_the_legacy_stream_do_not_disturb_each_other():
     sides = [pools("h2d", slots=2048, row=(1, 144), seed=2 * i) for i in range(8)]
-    at, frm = random_slots(2048, 1, 2048), random_slots(2048, 2, 2048)
+    at, frm = cases.random_slots(2048, 1, 2048), cases.random_slots(2048, 2, 2048)
     want = [moved(dst, src, at, frm) for dst, src in sides]
     torch.cuda.synchronize()
 
@@ -203,7 +196,7 @@ def test_calls_of_several_threads_on_the_legacy_stream_do_not_disturb_each_other
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_a_replay_copies_the_rows_of_its_time_by_the_indices_of_the_capture(direction):
     dst, src = pools(direction)
-    at, frm = random_slots(40, 1), random_slots(40, 2)
+    at, frm = cases.random_slots(40, 1, 512), cases.random_slots(40, 2, 512)
     slots = at.clone(), frm.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -223,7 +216,7 @@ def test_a_replay_copies_the_rows_of_its_time_by_the_indices_of_the_capture(dire
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_explain_says_that_a_capture_takes_single_copies():
     dst, src = pools("h2d")
-    at = random_slots(40, 1)
+    at = cases.random_slots(40, 1, 512)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         text = sgl_kvio.explain(dst, src, at, at, backend="copy_engine")
@@ -253,7 +246,7 @@ def test_explain_counts_entries_and_names_the_stream(stream):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_gpu_indices_are_refused_by_name(direction):
     dst, src = pools(direction)
-    at = random_slots(40, 1).cuda()
+    at = cases.random_slots(40, 1, 512).cuda()
     with refused("backend|dst_indices", got="copy_engine", unchanged=[dst]):
         transfer(dst, src, at, at)
 
@@ -263,7 +256,7 @@ def test_host_memory_that_is_not_page_locked_is_refused_before_anything_moves(si
     good, bad = pools("h2d" if side == "src" else "d2h"), pools("h2d" if side == "src" else "d2h")
     lists = {"dst": [good[0], bad[0]], "src": [good[1], bad[1]]}
     lists[side][1] = lists[side][1].clone()
-    at = random_slots(40, 1)
+    at = cases.random_slots(40, 1, 512)
     with refused(rf"{side}\[1\]", got="page-locked", unchanged=lists["dst"]):
         transfer(lists["dst"], lists["src"], at, at)
     torch.zeros(1, device="cuda").add_(1)
@@ -289,8 +282,8 @@ def test_nothing_to_move_is_no_error(direction):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_thousands_of_byte_ranges_of_any_size_arrive(direction, stream):
     count, span = 5000, 700
-    src = put(cases.random_bytes(count * span, 0), direction[0])
-    dst = put(cases.random_bytes(count * span, 1), direction[2])
+    src = cases.put(cases.random_bytes(count * span, 0), direction[0])
+    dst = cases.put(cases.random_bytes(count * span, 1), direction[2])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(2)).tolist()
     to = [k * span + k % 7 for k in range(count)]
     frm = [k * span + k % 5 for k in order]
@@ -308,8 +301,8 @@ def test_thousands_of_byte_ranges_of_any_size_arrive(direction, stream):
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_byte_ranges_of_many_tensors_arrive(direction, stream):
     count = 300
-    src = [put(cases.random_bytes(1000, i), direction[0]) for i in range(count)]
-    dst = [put(torch.zeros(1000, dtype=torch.uint8), direction[2]) for _ in range(count)]
+    src = [cases.put(cases.random_bytes(1000, i), direction[0]) for i in range(count)]
+    dst = [cases.put(torch.zeros(1000, dtype=torch.uint8), direction[2]) for _ in range(count)]
     with on(stream):
         sgl_kvio.memcpy_batch(dst, src, [0] * count, [10] * count, [990] * count)
     torch.cuda.synchronize()

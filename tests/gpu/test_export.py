@@ -8,10 +8,10 @@ import test_compile
 import test_staged_compile
 import test_swap_in_compile
 import torch
+from test_compile import check_twice
 from test_export import Exported, every_staged, every_swap_in, every_transfer
 
 import sgl_kvio
-from reference import assert_same_bytes
 
 HOST_CACHE = 5  # among the arguments of test_swap_in_compile
 
@@ -71,16 +71,11 @@ def exported(name):
 def check_program(program, name):
     """Two runs beside two eager ones: results, all arguments, and page-locked memory in place."""
     function, make_arguments = PROGRAMS[name]
-    arguments, twins = make_arguments(), make_arguments()
+    arguments = make_arguments()
     places = [(t.data_ptr(), t.is_pinned()) for t in arguments]
     before = [t.clone() for t in arguments]
-    for _ in range(2):
-        want, got = function(*twins), program(*arguments)
-        torch.cuda.synchronize()
-        sgl_kvio.check()
-        assert_same_bytes(got, want, "result")
-        for position, (argument, twin) in enumerate(zip(arguments, twins, strict=True)):
-            assert_same_bytes(argument, twin, f"argument {position}")
+    check_twice(program, function, arguments)
+    sgl_kvio.check()
     assert any(not torch.equal(a, b) for a, b in zip(arguments, before, strict=True))
     assert [(t.data_ptr(), t.is_pinned()) for t in arguments] == places
 

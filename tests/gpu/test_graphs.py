@@ -31,13 +31,12 @@ def pools(direction, slots=256, row=(2, 72), dtype=torch.bfloat16, seed=0):
 
     def put(place, number):
         pool = cases.contiguous_pool((slots, *row), dtype, seed + number)
-        return pool.pin_memory() if place == "h" else pool.cuda()
+        return cases.put(pool, place)
 
     return put(direction[2], 1), put(direction[0], 2)
 
 
-def random_slots(count, seed, slots=256):
-    return torch.randperm(slots, generator=torch.Generator().manual_seed(seed))[:count]
+random_slots = functools.partial(cases.random_slots, slots=256)
 
 
 # Graphs.

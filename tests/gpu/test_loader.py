@@ -401,29 +401,40 @@ def test_a_load_inside_a_graph_capture_is_refused_by_name(pool, slots, submit):
         loader.load(*indices).synchronize()
 
 
-@SERVED_BY
-def test_a_worker_submits_while_the_callers_thread_captures_a_graph(
-    pool, slots, monkeypatch, index_device, backend
-):
-    transfer, capturing = ops.transfer, threading.Event()
+@pytest.fixture
+def capturing(monkeypatch):
+    """Until this event is set, transfers wait."""
+    transfer, event = ops.transfer, threading.Event()
 
     def during_the_capture(*args, **options):
-        assert capturing.wait(30)
+        assert event.wait(30)
         transfer(*args, **options)
 
     monkeypatch.setattr(ops, "transfer", during_the_capture)
+    return event
+
+
+def capture_during(load, capturing, number, **options):
+    """A graph that adds one to `number`; its capture lasts until all of the load is submitted."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        capturing.set()
+        number.add_(1)
+        while not load.is_submitted():
+            time.sleep(0.001)
+    load.synchronize()
+    return graph
+
+
+@SERVED_BY
+def test_a_worker_submits_while_the_callers_thread_captures_a_graph(
+    pool, slots, capturing, index_device, backend
+):
     device, indices = poisoned(), [index.to(index_device) for index in slots]
     number = torch.zeros(1, device="cuda")
-    graph = torch.cuda.CUDAGraph()
     options = {"submit": "thread", "backend": backend}
     with LayerwiseLoader(pool.layers(), device, **options) as loader:
-        load = loader.load(*indices)
-        with torch.cuda.graph(graph):
-            capturing.set()
-            number.add_(1)
-            while not load.is_submitted():
-                time.sleep(0.001)
-        load.synchronize()
+        graph = capture_during(loader.load(*indices), capturing, number)
     graph.replay()
     assert number.item() == 1
     assert_loaded(device, *slots)
@@ -451,16 +462,9 @@ def test_a_loader_has_a_stream_that_torch_gives_to_nobody(pool, submit):
 
 @pytest.mark.parametrize("backend", ["auto", "copy_engine"])
 def test_a_worker_submits_into_no_capture_whichever_stream_is_captured(
-    pool, slots, monkeypatch, backend
+    pool, slots, capturing, backend
 ):
     """With a stream of torch's, one capture of 32 would have got the copies of the load."""
-    transfer, capturing = ops.transfer, threading.Event()
-
-    def during_the_capture(*args, **options):
-        assert capturing.wait(30)
-        transfer(*args, **options)
-
-    monkeypatch.setattr(ops, "transfer", during_the_capture)
     number = torch.zeros(1, device="cuda")
     options = {"submit": "thread", "backend": backend}
     device = poisoned()
@@ -471,14 +475,8 @@ def test_a_worker_submits_into_no_capture_whichever_stream_is_captured(
                 for buffer in buffers:
                     buffer.fill_(POISON)
             load = loader.load(*slots)
-            graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                capturing.set()
-                number.add_(1)
-                while not load.is_submitted():
-                    time.sleep(0.001)
-            load.synchronize()
+            graph = capture_during(load, capturing, number, stream=stream)
             assert_loaded(device, *slots)
             graph.replay()
             assert number.item() == replay

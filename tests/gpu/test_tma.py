@@ -64,10 +64,6 @@ def test_moves_the_named_rows_and_no_other_byte_or_says_why_not(case):
                 transfer.run(tma)
 
 
-def put(tensor, place):
-    return tensor.pin_memory() if place == "h" else tensor.cuda()
-
-
 def runs_of(lengths, slots, seed):
     """Slots in runs of random lengths, the runs in random order, every slot once."""
     generator = torch.Generator().manual_seed(seed)
@@ -85,8 +81,8 @@ def runs_of(lengths, slots, seed):
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_more_chunks_than_stages_and_ctas(direction, lengths, gap, row_bytes):
     slots = min(9000, max(80, (5 << 20) // row_bytes))
-    src = put(cases.contiguous_pool((slots, row_bytes + gap), torch.uint8, 0), direction[0])
-    block = put(cases.contiguous_pool((slots + 3, row_bytes), torch.uint8, 1), direction[2])
+    src = cases.put(cases.contiguous_pool((slots, row_bytes + gap), torch.uint8, 0), direction[0])
+    block = cases.put(cases.contiguous_pool((slots + 3, row_bytes), torch.uint8, 1), direction[2])
     frm, at = runs_of(lengths, slots, 2), runs_of(lengths, slots, 3) + 3
     count = slots - 7  # the last chunk is a short one
     frm, at = frm[:count], at[:count]

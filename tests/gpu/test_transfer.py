@@ -46,16 +46,11 @@ def test_whatever_auto_chooses_moves_the_named_rows_and_no_other_byte(case, pref
     check_case(case, partial(sgl_kvio.transfer, prefer=prefer), "cuda")
 
 
-def put(tensor, place):
-    """`place`: "h" page-locked host memory, "d" the GPU."""
-    return tensor.pin_memory() if place == "h" else tensor.cuda()
-
-
 @settings(max_examples=100)
 @given(transfers(), st.sampled_from([*DIRECTIONS, "h2h"]), st.booleans(), st.booleans())
 def test_any_two_pools_exchange_exactly_the_named_rows(transfer, direction, gpu_indices, auto):
     sides = {
-        name: cases.Pool(pool.spec, put(pool.storage, place))
+        name: cases.Pool(pool.spec, cases.put(pool.storage, place))
         for name, pool, place in (
             ("src", transfer.src, direction[0]),
             ("dst", transfer.dst, direction[2]),
@@ -73,7 +68,7 @@ def many_rows(shape, slots, row_bytes, place, seed):
     pieces, gap = {"packed": (1, 0), "gap_48": (1, 48), "gap_1": (1, 1), "pieces": (4, 16)}[shape]
     pieces = pieces if row_bytes % pieces == 0 else 1
     row = (slots, pieces, row_bytes // pieces + gap)
-    block = put(cases.contiguous_pool(row, torch.uint8, seed), place)
+    block = cases.put(cases.contiguous_pool(row, torch.uint8, seed), place)
     return block, block[:, :, : row_bytes // pieces]
 
 
@@ -111,7 +106,7 @@ def test_the_last_bytes_of_a_row_arrive_however_few_rows_there_are(direction, co
     """Rows wider than their loads, at a wide pitch; a warp may find itself with one row alone."""
     pitch = (row_bytes + 63) // 32 * 32
     blocks = [
-        put(cases.contiguous_pool((count + 5, 1, pitch), torch.uint8, seed), place)
+        cases.put(cases.contiguous_pool((count + 5, 1, pitch), torch.uint8, seed), place)
         for seed, place in ((0, direction[0]), (1, direction[2]))
     ]
     src, dst = (block[:, :, :row_bytes] for block in blocks)
@@ -129,8 +124,12 @@ def test_the_last_bytes_of_a_row_arrive_however_few_rows_there_are(direction, co
 @pytest.mark.parametrize("backend", ["auto", "register"])
 def test_whole_pages_are_exact_however_long(backend, direction, page_size, row_bytes):
     pages = 40
-    src = put(cases.contiguous_pool((pages, page_size, row_bytes), torch.uint8, 0), direction[0])
-    dst = put(cases.contiguous_pool((pages, page_size, row_bytes), torch.uint8, 1), direction[2])
+    src = cases.put(
+        cases.contiguous_pool((pages, page_size, row_bytes), torch.uint8, 0), direction[0]
+    )
+    dst = cases.put(
+        cases.contiguous_pool((pages, page_size, row_bytes), torch.uint8, 1), direction[2]
+    )
     generator = torch.Generator().manual_seed(2)
     at, frm = (torch.randperm(pages, generator=generator)[:25] for _ in range(2))
     want = moved(dst, src, at, frm)
@@ -183,7 +182,7 @@ def test_a_pair_of_empty_rows_does_not_disturb_its_neighbours(empty_place):
     nothing = torch.empty(32, 2, 0)
     at, frm = torch.tensor([3, 30]), torch.tensor([0, 1])
     want = moved(dst, src, at, frm)
-    dsts, srcs = [nothing.cuda(), dst], [put(nothing, empty_place), src]
+    dsts, srcs = [nothing.cuda(), dst], [cases.put(nothing, empty_place), src]
     sgl_kvio.transfer(dsts, srcs, at.cuda(), frm.cuda())
     assert_same_bytes(dst, want, "destination")
 
@@ -473,8 +472,8 @@ def test_the_device_pointer_of_a_view_keeps_its_offset(block):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_byte_ranges_are_copied_exactly(direction):
     count, span = 500, 700
-    src = put(cases.random_bytes(count * span, 0), direction[0])
-    dst = put(cases.random_bytes(count * span, 1), direction[2])
+    src = cases.put(cases.random_bytes(count * span, 0), direction[0])
+    dst = cases.put(cases.random_bytes(count * span, 1), direction[2])
     order = torch.randperm(count, generator=torch.Generator().manual_seed(2)).tolist()
     to = [k * span + k % 7 for k in range(count)]
     frm = [k * span + k % 5 for k in order]
